@@ -947,7 +947,8 @@ class Trainer:
         Raises:
             ValueError: if the optimizer is unknown, or the loss does not depend on its parameters
         """
-        self.current_run.training_step.update_optimizer(self, loss, optimizer, num_items, retain_graph)
+        run = self.current_run
+        run.training_step.update_optimizer(self, run, loss, optimizer, num_items, retain_graph)
 
     def get_model(self, keep_torch_compile: bool = True) -> nn.Module:
         """Return the model without its wrappers for distributed training.

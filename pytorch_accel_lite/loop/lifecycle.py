@@ -120,7 +120,7 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
                 _note_stop(trainer, run, stop)
         if kind == "training":
             set_optimizer_modes(trainer, training=False)
-            run.training_step.end(trainer)
+            run.training_step.end(trainer, run)
             method_was_called = True
             trainer.training_run_end()
             ended = True

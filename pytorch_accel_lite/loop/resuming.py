@@ -39,7 +39,7 @@ def begin_resuming(trainer: TrainerLike, run: Run) -> None:
         trainer.load_training_state(state.directory)  # the method of Trainer, if it calls that, takes run.resumed
     else:
         restore_before_start(trainer, state, with_scheduler=not run.schedule.is_recreated)
-    run.training_step.set_accumulation(run, run.accumulation.window_size_after(run.progress.update))
+    run.training_step.set_accumulation(trainer, run, run.accumulation.window_size_after(run.progress.update))
     run.goodput.resume(state.metadata.get("goodput", {}), state.metadata["saved_at"])
     check_schedule_length(trainer, run)
     if run.schedule.is_recreated:

@@ -38,7 +38,7 @@ def begin_training(trainer: TrainerLike, run: Run) -> None:
     run.control.start_clock()
     begin_evaluations(run)
     run.loop.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
-    run.training_step.begin(trainer)
+    run.training_step.begin(trainer, run)
 
 
 def train(trainer: TrainerLike, run: Run) -> None:
@@ -250,6 +250,6 @@ def _accumulate(trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | N
 
 def _follow_schedules(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     """Set the size of the next window. Evaluate if an evaluation within the epoch is due, except at the epoch's end."""
-    run.training_step.set_accumulation(run, run.accumulation.window_size_after(run.progress.update))
+    run.training_step.set_accumulation(trainer, run, run.accumulation.window_size_after(run.progress.update))
     if run.evaluates_within_epochs:
         evaluate_if_due(trainer, run, ends_epoch=batch.is_last)

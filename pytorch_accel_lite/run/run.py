@@ -71,7 +71,7 @@ class Step:
     """How a run trains on a batch. A run has exactly one step: the plain step, or one that replaces parts of it.
 
     This class has defaults for everything that other code asks of a step. What only one kind of step needs is in its
-    class.
+    class. All methods but those for states take the trainer and the run.
 
     ``create_step()`` constructs a step on each process alone, and then calls ``begin_replicas()``. In a training run,
     but not in a trial, ``begin()`` precedes the first batch, and ``end()`` follows the last one.
@@ -113,13 +113,13 @@ class Step:
         A collective, called once on every process, even a single one, when the step has been constructed.
         """
 
-    def begin(self, trainer: TrainerLike) -> None:
+    def begin(self, trainer: TrainerLike, run: Run) -> None:
         """Prepare for the first batch of a training run. Not called in a trial."""
 
-    def end(self, trainer: TrainerLike) -> None:
+    def end(self, trainer: TrainerLike, run: Run) -> None:
         """Called after the last batch of a training run that has not failed, before its ending events."""
 
-    def optimizer_to_update(self, trainer: TrainerLike) -> TrainerOptimizer:
+    def optimizer_to_update(self, trainer: TrainerLike, run: Run) -> TrainerOptimizer:
         """Return the optimizer of the current update, without the others if they are updated one by one."""
         return trainer.optimizer
 
@@ -139,19 +139,25 @@ class Step:
         """Update the weights with the gradients of an accumulation window."""
         raise NotImplementedError
 
-    def count_if_skipped(self, trainer: TrainerLike) -> bool:
+    def count_if_skipped(self, trainer: TrainerLike, run: Run) -> bool:
         """Count an update, after its optimizer step, if it was skipped; return whether it was."""
         was_skipped = trainer.update_was_skipped
         self.skipped_updates += was_skipped
         return was_skipped
 
     def update_optimizer(
-        self, trainer: TrainerLike, loss: torch.Tensor, optimizer: str | None, items: Count | None, retain_graph: bool
+        self,
+        trainer: TrainerLike,
+        run: Run,
+        loss: torch.Tensor,
+        optimizer: str | None,
+        items: Count | None,
+        retain_graph: bool,
     ) -> None:
         """Update one optimizer with the gradients of a loss, in an overridden ``train_step``."""
         raise RuntimeError("update() is only for an overridden train_step: the default step updates by itself.")
 
-    def set_accumulation(self, run: Run, steps: int) -> None:
+    def set_accumulation(self, trainer: TrainerLike, run: Run, steps: int) -> None:
         """Set the number of micro-batches in the next accumulation windows."""
         run.window.steps = steps
         run.window.filled = 0

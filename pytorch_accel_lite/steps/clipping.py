@@ -83,7 +83,7 @@ def total_norm(trainer: TrainerLike) -> torch.Tensor:
         updates_all = not run.training_step.updates_one_by_one
         if updates_all and trainer.accelerator.scaler is not None:
             unscale(trainer)
-        optimized = optimized_parameters(run.training_step.optimizer_to_update(trainer))
+        optimized = optimized_parameters(run.training_step.optimizer_to_update(trainer, run))
         gradients = [parameter.grad for parameter in optimized if parameter.grad is not None]
         run.training_step.gradient_norm = _norm_function(trainer, optimized)(gradients)
     norm: torch.Tensor = run.training_step.gradient_norm

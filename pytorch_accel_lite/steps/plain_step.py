@@ -51,9 +51,9 @@ class PlainStep(Step):
             self.averaged = parameters_not_in_model(trainer.model, trainer.optimizer)
             run.ranks.copy_from_first(self.averaged)
 
-    def begin(self, trainer: TrainerLike) -> None:
+    def begin(self, trainer: TrainerLike, run: Run) -> None:
         """Have the first batch examined when it comes, on one process."""
-        self.must_examine_batch = trainer.current_run.ranks.rank == 0
+        self.must_examine_batch = run.ranks.rank == 0
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass on a batch and track its losses."""
@@ -107,7 +107,7 @@ class PlainStep(Step):
         run.progress.update += 1
         prepared = trainer.prepared_model
         may_overflow = prepared is not None and not prepared.is_plain  # inlines was_skipped(), to save calls
-        was_skipped = (self.skips_update or may_overflow) and self.count_if_skipped(trainer)
+        was_skipped = (self.skips_update or may_overflow) and self.count_if_skipped(trainer, run)
         if trainer.scheduler is not None and not was_skipped:
             step_after_update(trainer)
         trainer.optimizer_zero_grad()

@@ -55,6 +55,14 @@ print(json.dumps(found))
 """
 
 
+TOGETHER = """
+import sys, pytest
+from benchmarks.gpu import main
+main("all", sys.argv[1], "quick")
+sys.exit(pytest.main(sys.argv[2:]))
+"""
+
+
 @dataclass(frozen=True)
 class Part:
     """A command with its limit of time.
@@ -90,23 +98,21 @@ def pytest_command(expression: str, workers: int, xml: Path, limit: int) -> list
 
 def parts(rehearses: bool, folder: Path) -> list[Part]:
     """All parts in their order."""
-    mode = "quick" if rehearses else "full"
-    cores = len(os.sched_getaffinity(0))
-    workers = 0 if rehearses else max(2, min(8, cores // 2))
-    longer, limit = (8, 900) if rehearses else (1, 110)  # nothing is lost by waiting for a busy machine
+    if rehearses:  # in one process, as starts of Python take most of the time; nothing is compiled
+        python, _, _, *arguments = pytest_command("gpu", 0, folder / "tests.xml", 900)
+        together = [python, "-c", TOGETHER, ",".join(WORKLOADS), *arguments]
+        return [Part("benchmarks and tests", together, 1520)]  # nothing is lost by waiting for a busy machine
+    workers = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
 
     def benchmark(*arguments: str) -> list[str]:
         return [sys.executable, "-m", "benchmarks.gpu", "all", *arguments]
 
-    found = [
-        Part("compiling ahead", benchmark("gpu_gpt,gpu_resnet", "quick" if rehearses else "compile"), 200, ahead=True),
-        Part("tests", pytest_command("gpu and not alone", workers, folder / "tests.xml", limit), 190 * longer),
-        Part("tests alone", pytest_command("gpu and alone", 1, folder / "alone.xml", limit), 70 * longer),
+    return [
+        Part("compiling ahead", benchmark("gpu_gpt,gpu_resnet", "compile"), 200, ahead=True),
+        Part("tests", pytest_command("gpu and not alone", workers, folder / "tests.xml", 110), 190),
+        Part("tests alone", pytest_command("gpu and alone", 1, folder / "alone.xml", 110), 70),
+        *(Part(f"benchmark {name}", benchmark(name, "full"), 65) for name in WORKLOADS),
     ]
-    if rehearses:  # fewer starts of Python, which take most of the time, and nothing is compiled
-        tests = Part("tests", pytest_command("gpu", workers, folder / "tests.xml", limit), 190 * longer)
-        return [tests, Part("benchmarks", benchmark(",".join(WORKLOADS), mode), 1200)]
-    return found + [Part(f"benchmark {name}", benchmark(name, mode), 65) for name in WORKLOADS]
 
 
 def environment(rehearses: bool, folder: Path) -> dict[str, str]:

@@ -23,15 +23,15 @@ def calls_of_a_step() -> list[str]:
             self.calls.append("begin_replicas")
             super().begin_replicas(trainer, run)
 
-        def begin(self, trainer: Any) -> None:
+        def begin(self, trainer: Any, run: Any) -> None:
             self.calls.append("begin")
-            super().begin(trainer)
+            super().begin(trainer, run)
 
         def forward_backward(self, trainer: Any, run: Any, batch: Any) -> Any:
             self.calls.append("forward_backward")
             return super().forward_backward(trainer, run, batch)
 
-        def end(self, trainer: Any) -> None:
+        def end(self, trainer: Any, run: Any) -> None:
             self.calls.append("end")
 
     with pytest.MonkeyPatch.context() as patch:

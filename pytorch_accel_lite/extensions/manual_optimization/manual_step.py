@@ -117,13 +117,13 @@ class ManualStep(Step):
         run.window.has_gradients = True
         return output
 
-    def optimizer_to_update(self, trainer: TrainerLike) -> TrainerOptimizer:
+    def optimizer_to_update(self, trainer: TrainerLike, run: Run) -> TrainerOptimizer:
         """Return the optimizer for which ``update()`` is being called."""
         return self.optimizers[self.updating]
 
-    def set_accumulation(self, run: Run, steps: int) -> None:
+    def set_accumulation(self, trainer: TrainerLike, run: Run, steps: int) -> None:
         """Set the number of steps for every optimizer."""
-        super().set_accumulation(run, steps)
+        super().set_accumulation(trainer, run, steps)
         for window in self.windows.values():
             window.steps = steps
 
@@ -149,7 +149,13 @@ class ManualStep(Step):
         return completed
 
     def update_optimizer(
-        self, trainer: TrainerLike, loss: torch.Tensor, optimizer: str | None, items: Count | None, retain_graph: bool
+        self,
+        trainer: TrainerLike,
+        run: Run,
+        loss: torch.Tensor,
+        optimizer: str | None,
+        items: Count | None,
+        retain_graph: bool,
     ) -> None:
         """Accumulate the gradients of an optimizer's parameters; at the end of a window, update them."""
         if optimizer is None and len(self.optimizers) > 1:
@@ -162,7 +168,6 @@ class ManualStep(Step):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise _loss_error(loss)
         loss = loss.reshape(())
-        run = trainer.current_run
         batch = run.batch
         assert batch is not None
         if name in self.losses and run.window.steps > 1:
@@ -254,7 +259,7 @@ class ManualStep(Step):
         if self._synced_buffers:
             run.ranks.copy_from_first(getattr(part, name) for part, name in self._synced_buffers)
         run.progress.update += 1
-        self.count_if_skipped(trainer)
+        self.count_if_skipped(trainer, run)
         if trainer.scheduler is not None and "" in schedulers_in(trainer.scheduler):
             trainer.optimizer._opt_called = True  # else torch warns that the scheduler steps too early
             was_made = any(self._updates_made) or not self._updates_made  # it waits if all updates were skipped

@@ -193,18 +193,16 @@ class SurvivingStep(LogicalStep):
         super().begin_replicas(trainer, run)
         self._generation = SurvivingRanks.membership.generation
 
-    def begin(self, trainer: TrainerLike) -> None:
+    def begin(self, trainer: TrainerLike, run: Run) -> None:
         """Publish how many processes the run can use."""
-        super().begin(trainer)
+        super().begin(trainer, run)
         SurvivingRanks.membership.store.put(Key.MOST_PROCESSES, str(self._logical.count))
         note_existing_states(trainer, SurvivingRanks.membership)
         if trainer.is_sharded:
             SurvivingRanks.membership.store.put(Key.SHARDED)
-            self._shards = SurvivingRanks.membership.shards = RunShards(
-                trainer, trainer.current_run, SurvivingRanks.membership
-            )
+            self._shards = SurvivingRanks.membership.shards = RunShards(trainer, run, SurvivingRanks.membership)
 
-    def end(self, trainer: TrainerLike) -> None:
+    def end(self, trainer: TrainerLike, run: Run) -> None:
         """Save the final state for processes that join during a later training."""
         membership = SurvivingRanks.membership
         if membership.is_open and membership.generation is not None and not trainer.is_sharded:
