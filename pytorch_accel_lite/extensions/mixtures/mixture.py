@@ -62,7 +62,7 @@ class Mixture(ConcatDataset[Sample], TrainingOrder):
         self.stages: dict[int, dict[str, float]] = {}
         self._counts: dict[int, list[int]] = {}  # samples in an epoch, by the first epoch of each stage
         self._changed: dict[int, list[Stretch]] = {}  # epochs in which weights change
-        self._ended: dict[int, list[int]] = {}  # samples in changed epochs that are over
+        self._counted: dict[int, list[int]] = {}  # samples in changed epochs that have been counted
         self.change_weights(check_mixture_weights(self.sizes if weights is None else weights, self.names), 1)
 
     def __repr__(self) -> str:
@@ -92,17 +92,18 @@ class Mixture(ConcatDataset[Sample], TrainingOrder):
         self._changed = {number: kept for number, kept in self._changed.items() if number < epoch}
         if begin:
             self._changed[epoch] = [*stretches, stretches[-1].followed_by(begin, self._shares, self.num_samples)]
-        self._ended = {number: kept for number, kept in self._ended.items() if number < epoch}
+        self._counted = {number: kept for number, kept in self._counted.items() if number < epoch}
         earlier = {number: stage for number, stage in self._counts.items() if number < first}
         self._counts = earlier | {first: counts}
         self.stages = {number: self.stages[number] for number in earlier} | {first: self.weights}
 
     def samples_before(self, epoch: int) -> dict[str, int]:
         """Return the number of samples of each dataset before an epoch."""
-        for number in [number for number in self._changed if number < epoch]:
-            choice = choose_all(self._changed.pop(number), self.num_samples)
-            self._ended[number] = choice.bincount(minlength=len(self.names)).tolist()
-        return dict(zip(self.names, added_up(self._counts, self._ended, epoch), strict=True))
+        for number, stretches in self._changed.items():  # which stay: another run may read the epochs again
+            if number < epoch and number not in self._counted:
+                choice = choose_all(stretches, self.num_samples)
+                self._counted[number] = choice.bincount(minlength=len(self.names)).tolist()
+        return dict(zip(self.names, added_up(self._counts, self._counted, epoch), strict=True))
 
     def datasets_of_epoch(self, epoch: int) -> torch.Tensor:
         """Return the number of the dataset of each sample in an epoch."""
@@ -112,7 +113,7 @@ class Mixture(ConcatDataset[Sample], TrainingOrder):
         """Return the weights so far and the positions of their changes, for ``load_state_of_weights()``."""
         return {
             "stages": [[first, dict(weights)] for first, weights in self.stages.items()],
-            "ended": [[epoch, counts] for epoch, counts in self._ended.items()],
+            "ended": [[epoch, counts] for epoch, counts in self._counted.items()],
             "changed": [[epoch, [list(stretch) for stretch in parts]] for epoch, parts in self._changed.items()],
         }
 
@@ -124,7 +125,7 @@ class Mixture(ConcatDataset[Sample], TrainingOrder):
         """
         for first, weights in state["stages"]:
             self.change_weights(weights, first)
-        self._ended = dict(state.get("ended", ()))
+        self._counted = dict(state.get("ended", ()))
         self._changed = {
             epoch: [Stretch(*parts) for parts in stretches] for epoch, stretches in state.get("changed", ())
         }

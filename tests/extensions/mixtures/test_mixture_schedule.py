@@ -154,13 +154,41 @@ def hard_by_update(seen: list[int]) -> list[int]:
     return [sum(index >= 15 for index in seen[first : first + 6]) for first in range(0, 72, 6)]
 
 
+def in_complete_passes(seen: list[int]) -> bool:
+    """Whether no sample of ``by_updates()`` comes again before all of its dataset have been read."""
+    easy, hard = ([index for index in seen if (index >= 15) is is_hard] for is_hard in (False, True))
+    passes = [order[first : first + size] for order, size in ((easy, 15), (hard, 25)) for first in range(0, 72, size)]
+    return all(len(set(each)) == len(each) for each in passes)
+
+
 def test_stages_of_a_mixture_start_after_their_update():
     trainer = by_updates()
     assert hard_by_update(trainer.seen) == [0, 0, 0, 3, 3, 3, 3, 4, 5, 4, 5, 4]  # 7 is the first of the second epoch
-    easy, hard = ([index for index in trainer.seen if (index >= 15) is is_hard] for is_hard in (False, True))
-    for order, size in ((easy, 15), (hard, 25)):  # no sample comes again before all have been read
-        assert len(set(order[:size])) == size
+    assert in_complete_passes(trainer.seen)
     assert shares(trainer)[:3] == [0, 0.25, 0.5]  # of two updates each
+
+
+def test_changed_epochs_are_read_alike_in_a_second_run(tmp_path):
+    first = by_updates()
+    second = by_updates(tmp_path, schedule=None, data=first.train_dataset)
+    assert in_complete_passes(second.seen)
+    assert second.seen == first.seen
+    for update in (4, 10):
+        resumed = by_updates(schedule=None, resume_from=next(tmp_path.glob(f"update-*{update}")))
+        assert resumed.seen == second.seen[6 * update :]
+        assert equal_weights(weights(resumed.model), weights(second.model))
+
+
+def test_counting_the_samples_of_an_epoch_changes_no_order():
+    orders = []
+    for counts in (False, True):
+        data = mixture()
+        for begin, hard in ((2, 3), (6, 1)):
+            data.change_weights({"easy": 1, "hard": hard}, 1, begin)
+            if counts:
+                data.samples_before(2)
+        orders.append(data.create_training_sampler().order_of_epoch(1, 1).tolist())
+    assert orders[0] == orders[1]
 
 
 def test_linear_weights_change_gradually_with_exact_shares():
