@@ -164,13 +164,22 @@ class MixtureScheduleCallback(TrainerCallback):
 
     def _count(self, trainer: TrainerLike) -> None:
         """Add up the samples that were due since the last change."""
-        mixture, samples = self._mixture, trainer.progress.samples_in_epoch
-        assert mixture is not None
-        rates = mixture.samples_per_epoch if isinstance(mixture, Mixture) else mixture.weights
+        samples, rates = trainer.progress.samples_in_epoch, self._rates()
         for name, rate in rates.items():
             due = rate / math.fsum(rates.values()) * (samples - self._counted)
             self._due[name] = self._due.get(name, 0.0) + due
         self._counted = samples
+
+    def _rates(self) -> Mapping[str, float]:
+        """Return the present shares of the datasets, relative to each other."""
+        mixture = self._mixture
+        assert mixture is not None
+        if isinstance(mixture, MixtureStream):
+            return mixture.weights
+        if self.weights is not None:
+            return mixture.samples_per_epoch  # with the weights set last, which are this epoch's
+        before, after = (mixture.samples_before(epoch) for epoch in (self._epoch, self._epoch + 1))
+        return {name: after[name] - before[name] for name in before}
 
     def _record(self, trainer: TrainerLike) -> None:
         self._count(trainer)

@@ -71,6 +71,17 @@ def test_the_shares_change_and_are_recorded(schedule, linear, hard):
     assert [sum(index >= 6 for index in epoch) / 8 for epoch in by_epoch] == hard
 
 
+def test_recorded_shares_are_those_of_each_epoch():
+    data = mixture()
+    data.change_weights({"easy": 1, "hard": 3}, 2, begin=2)
+    data.change_weights({"easy": 1, "hard": 7}, 4)
+    order = [data.create_training_sampler().order_of_epoch(3, epoch) for epoch in range(1, 5)]
+    trainer = adamw_trainer(make_model(), seed=3, callbacks=[MixtureScheduleCallback()])
+    for _ in range(2):
+        trainer.train(data, 4)
+        assert shares(trainer) == [int((epoch >= 6).sum()) / 8 for epoch in order] == [0.625, 0.75, 0.75, 0.875]
+
+
 def test_each_dataset_of_a_mixture_resumes_at_its_position():
     hard = [index for index in trained().seen if index >= 6]  # 2 + 2 + 6 + 6 of 10
     assert set(hard[:10]) == set(range(6, 16))
