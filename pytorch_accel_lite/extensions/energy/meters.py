@@ -59,14 +59,31 @@ def find_meters(device: torch.device, powercap: Path | None) -> dict[str, list[M
         powercap: the folder of the processors' counters; ``None`` on processes that leave these counters to another
             process
     """
-    meters: dict[str, list[Meter]] = {"processors": [], "GPUs": []}
-    for folder in sorted(powercap.glob("*:*")) if powercap is not None else ():
-        try:
-            if (folder / "name").read_text().strip().startswith(("package", "dram")):
-                meters["processors"].append(RaplMeter(folder))
-        except (OSError, ValueError):  # often only root may read a counter
-            continue
+    meters: dict[str, list[Meter]] = {"processors": _processor_meters(powercap), "GPUs": []}
     if device.type == "cuda":
         with suppress(Exception):  # no package, driver or counter: the errors differ
             meters["GPUs"].append(NvmlMeter(device))
     return {kind: found for kind, found in meters.items() if found}
+
+
+def _processor_meters(powercap: Path | None) -> list[Meter]:
+    """Return the counters of processor packages and of memory.
+
+    Some processors show a counter twice, by the driver ``intel-rapl-mmio``, too. Several have a "dram" each.
+    """
+    meters: list[Meter] = []
+    names: set[str] = set()
+    folders = powercap.glob("*:*") if powercap is not None else ()
+    for folder in sorted(folders, key=lambda folder: (_is_second(folder), folder)):
+        try:
+            name = (folder / "name").read_text().strip()
+            if name.startswith(("package", "dram")) and not (_is_second(folder) and name in names):
+                meters.append(RaplMeter(folder))
+                names.add(name)
+        except (OSError, ValueError):  # often only root may read a counter
+            continue
+    return meters
+
+
+def _is_second(folder: Path) -> bool:
+    return folder.name.startswith("intel-rapl-mmio")

@@ -17,10 +17,10 @@ from tests.small_models import adamw_trainer, listener, make_data, make_model
 KWH = 3_600_000_000_000  # microjoules
 
 
-def counters(folder: Path, **values: int) -> Path:
+def counters(folder: Path, driver: str = "intel-rapl", **values: int) -> Path:
     """A folder as Linux has it, with a counter of each name."""
     for number, (name, value) in enumerate(values.items()):
-        counter = folder / f"intel-rapl:{number}"
+        counter = folder / f"{driver}:{number}"
         counter.mkdir(parents=True)
         (counter / "name").write_text(f"{name}\n")
         (counter / "energy_uj").write_text(f"{value}\n")
@@ -49,6 +49,20 @@ def test_energy_of_processors_and_memory_is_priced(tmp_path, capsys):
     assert trainer.goodput.to_dict()["used"] == pytest.approx({"energy_kwh": 6.0, "cost_EUR": 1.8})
     assert trainer.run_history.get_metric_values("energy_kwh") == pytest.approx([3.0, 6.0])
     assert "Energy: 6 kWh (processors 6 kWh), 1.80 EUR." in capsys.readouterr().out
+
+
+def test_counters_that_two_drivers_show_are_read_once(tmp_path):
+    counters(tmp_path, **{"package-0": 0, "core": 0})
+    counters(tmp_path, "intel-rapl-mmio", **{"package-0": 0, "dram": 0})
+    assert trained(tmp_path, 1).goodput.used == {"energy_kwh": 2.0}
+    (tmp_path / "intel-rapl:0" / "max_energy_range_uj").unlink()  # a counter that cannot be read
+    assert trained(tmp_path, 1).goodput.used == {"energy_kwh": 2.0}
+
+
+def test_the_memory_of_each_processor_is_counted(tmp_path):
+    for socket in range(2):
+        counters(tmp_path, f"intel-rapl:{socket}", dram=0)
+    assert trained(tmp_path, 1).goodput.used == {"energy_kwh": 2.0}
 
 
 def test_restarts_are_counted(tmp_path):
