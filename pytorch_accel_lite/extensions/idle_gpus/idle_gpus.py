@@ -11,7 +11,7 @@ import torch
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.used,utilization.gpu", "--format=csv,noheader,nounits")
+_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.used,utilization.gpu,name", "--format=csv,noheader,nounits")
 
 
 class _Gpu(NamedTuple):
@@ -19,6 +19,7 @@ class _Gpu(NamedTuple):
     uuid: str
     used_mib: float
     busy_percent: float
+    name: str
 
 
 def use_idle_gpus(count: int = 1, max_used_mib: float = 500) -> list[str]:
@@ -37,7 +38,8 @@ def use_idle_gpus(count: int = 1, max_used_mib: float = 500) -> list[str]:
 
     Raises:
         RuntimeError: if fewer GPUs are idle, with the memory in use on each; if it is too late to choose; in one of
-            several processes
+            several processes; if ``CUDA_VISIBLE_DEVICES`` numbers GPUs of several kinds, without
+            ``CUDA_DEVICE_ORDER=PCI_BUS_ID``
     """
     check_positive_int("count", count)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -69,11 +71,29 @@ def _visible_gpus() -> list[_Gpu]:
     allowed = os.environ.get(_VISIBLE)
     if allowed is None:
         return gpus
-    names = [name.strip() for name in allowed.split(",") if name.strip()]
-    return [gpu for gpu in gpus if any(name == gpu.number or gpu.uuid.startswith(name) for name in names)]
+    names = [name.strip() for name in allowed.split(",")]
+    if any(name.isdigit() for name in names):
+        _check_numbers(gpus, allowed)
+    found: list[_Gpu] = []
+    for name in names:  # as CUDA does, up to the first that is not the name of a single GPU
+        matching = [gpu for gpu in gpus if name and (name == gpu.number or gpu.uuid.startswith(name))]
+        if len(matching) != 1:
+            break
+        found += matching
+    return list(dict.fromkeys(found))
+
+
+def _check_numbers(gpus: list[_Gpu], allowed: str) -> None:
+    """Check that CUDA numbers the GPUs as ``nvidia-smi`` does: without this order it begins with the fastest."""
+    if len({gpu.name for gpu in gpus}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        raise RuntimeError(
+            f"{_VISIBLE}={allowed} has numbers, but CUDA may count the GPUs of this machine, which are of several "
+            "kinds, in another order than nvidia-smi. Set CUDA_DEVICE_ORDER=PCI_BUS_ID if these are nvidia-smi's "
+            f"numbers, or set {_VISIBLE} to the UUIDs that 'nvidia-smi -L' prints."
+        )
 
 
 def _parse(line: str) -> _Gpu:
-    number, uuid, *figures = (part.strip() for part in line.split(","))
+    number, uuid, *figures, name = (part.strip() for part in line.split(",", 4))
     used, busy = (float(figure) if figure.replace(".", "").isdigit() else 0.0 for figure in figures)  # or "[N/A]"
-    return _Gpu(number, uuid, used, busy)
+    return _Gpu(number, uuid, used, busy, name)

@@ -9,7 +9,8 @@ import pytest
 
 from pytorch_accel_lite.utils import use_idle_gpus
 
-BUSY = "0, GPU-a, 40000, 97\n1, GPU-b, 3, 0\n2, GPU-c, 3, 40\n3, GPU-d, 0, [N/A]\n"
+BUSY = "0, GPU-a, 40000, 97, A\n1, GPU-b, 3, 0, A\n2, GPU-c, 3, 40, A\n3, GPU-d, 0, [N/A], A\n"
+UNLIKE = BUSY.replace("97, A", "97, B")
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     return program
 
 
@@ -31,10 +33,36 @@ def test_the_gpus_with_the_least_in_use_are_chosen():
     assert use_idle_gpus() == ["GPU-d"]
 
 
-@pytest.mark.parametrize("allowed", ["0, 2", "GPU-a,GPU-c"])
+@pytest.mark.parametrize("allowed", ["0, 2", "GPU-a,GPU-c", "2,-1,3", "2,9,3", "GPU-c,,3"])
 def test_only_gpus_that_are_visible_are_chosen(allowed, monkeypatch):
+    """Those before the first that is none, as CUDA has it."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
     assert use_idle_gpus() == ["GPU-c"]
+
+
+def test_numbers_of_unlike_gpus_need_the_order_of_nvidia_smi(machine, monkeypatch):
+    (machine.parent / "gpus").write_text(UNLIKE)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-c")
+    assert use_idle_gpus() == ["GPU-c"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    with pytest.raises(RuntimeError, match=r"Set CUDA_DEVICE_ORDER=PCI_BUS_ID .*, or .* UUIDs"):
+        use_idle_gpus()
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert use_idle_gpus() == ["GPU-c"]
+
+
+@pytest.mark.parametrize(("gpus", "allowed"), [(BUSY, "GPU-"), (BUSY[: BUSY.index("1, ")], ""), (UNLIKE, "-1")])
+def test_what_is_no_name_of_a_gpu_makes_none_visible(machine, gpus, allowed, monkeypatch):
+    (machine.parent / "gpus").write_text(gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
+    with pytest.raises(RuntimeError, match="0 of 0 GPUs"):
+        use_idle_gpus(max_used_mib=1e6)
+
+
+def test_a_gpu_named_twice_is_chosen_once(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-b")
+    with pytest.raises(RuntimeError, match="1 of 1 GPUs"):
+        use_idle_gpus(2)
 
 
 def test_too_few_idle_gpus_are_an_error_that_says_why():
