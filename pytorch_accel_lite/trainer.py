@@ -61,9 +61,9 @@ from pytorch_accel_lite.extensions.tuning import batch_size_finder, diagnosis, l
 from pytorch_accel_lite.loop import (
     custom_loops,
     evaluation,
+    lengths_and_batch_sizes,
     model_setup,
     prediction,
-    resolved_run_config,
     scheduler_creation,
     training,
 )
@@ -904,7 +904,7 @@ class Trainer:
     def _create_run_config(self, per_device_batch_size: int, **settings: Any) -> TrainerRunConfig:
         """Return the settings of the run, of which some are passed. The run calls it only if it is overridden."""
         run = self.current_run
-        return resolved_run_config.resolve_run_config(
+        return lengths_and_batch_sizes.resolve_run_config(
             self, run, replace(run.request, **settings), per_device_batch_size
         )
 

@@ -14,6 +14,8 @@ from pytorch_accel_lite.base.nested_data import is_dataclass, tensors_in
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.batch_slices import is_list_of_samples
 
+_BYTES_OF_A_CHUNK = 2**25
+
 
 class ListOfSamples(list[Tree]):
     """Outputs with an arbitrary element for each sample, as returned by detection models."""
@@ -108,9 +110,6 @@ class Concatenation:
     def _end_chunk(self) -> None:
         self._chunks.append(concatenate(self._parts))
         self._parts, self._bytes = [], 0
-
-
-_BYTES_OF_A_CHUNK = 2**25
 
 
 def _are_alike(column: Sequence[Tree]) -> bool:

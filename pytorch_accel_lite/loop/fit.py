@@ -23,9 +23,9 @@ from pytorch_accel_lite.loop.guards.optimizer_checks import check_optimizers
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_ranks, settings_of_optimizer
 from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
 from pytorch_accel_lite.loop.inference import choose_inference_step
+from pytorch_accel_lite.loop.lengths_and_batch_sizes import create_config
 from pytorch_accel_lite.loop.lifecycle import entering, find_sharding
 from pytorch_accel_lite.loop.model_setup import apply_model_options, prepare_model
-from pytorch_accel_lite.loop.resolved_run_config import create_config
 from pytorch_accel_lite.loop.resuming import begin_resuming
 from pytorch_accel_lite.loop.run_loaders import check_gives_batches, create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.scheduler_creation import begin_schedule

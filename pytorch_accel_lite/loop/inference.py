@@ -21,9 +21,9 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.data.step_outputs import complete_output
 from pytorch_accel_lite.loop.guards.modes import restoring_mode_between_batches
+from pytorch_accel_lite.loop.lengths_and_batch_sizes import create_config
 from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.model_setup import prepare_model
-from pytorch_accel_lite.loop.resolved_run_config import create_config
 from pytorch_accel_lite.loop.run_loaders import create_eval_loaders
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import InferenceStep, Run, TrainerLike

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.run.accumulation import Count
@@ -49,8 +50,8 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Count
         raise TypeError(f"log({name!r}, {value!r}): the value must be a real number, or a tensor of them.")
     if run.batch.is_filler:
         return
-    if isinstance(value, torch.Tensor):
-        value = value.detach().mean() if value.ndim else value.detach().clone()  # the step may change the tensor
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        value = _mean(value)
     if weight is None:
         trackers.log_per_sample(run.batch, name, value)
     else:
@@ -62,4 +63,14 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Count
 def _is_real(value: Tree) -> bool:
     if isinstance(value, torch.Tensor):
         return not value.is_complex()
+    if isinstance(value, np.ndarray) and value.size != 1:
+        return False
     return hasattr(value, "__float__") and not np.iscomplexobj(value)
+
+
+def _mean(value: torch.Tensor | NDArray[np.generic]) -> torch.Tensor | float:
+    """Return the mean of a tensor, of booleans too, in a tensor of its own; or the only element of an array."""
+    if isinstance(value, np.ndarray):
+        return float(value.item())
+    value = value.detach() if value.is_floating_point() else value.float()
+    return value.mean() if value.ndim else value.clone()  # the step may change the tensor

@@ -173,7 +173,9 @@ def test_a_logged_number_keeps_its_value():
     assert train(make_trainer(trainer_class=Counts)).run_history.get_latest_metric("train_count_epoch") == 1.0
 
 
-@pytest.mark.parametrize("value", ["text", None, 1j, [1.0], torch.ones(2, dtype=torch.complex64), np.complex64(1)])
+@pytest.mark.parametrize(
+    "value", ["text", None, 1j, [1.0], torch.ones(2, dtype=torch.complex64), np.complex64(1), np.ones(2)]
+)
 def test_logging_anything_but_a_number_is_refused(value):
     late = listener(on_train_step_end=lambda trainer, **_: trainer.log("x", value))
     with pytest.raises(TypeError, match=re.escape(f"log('x', {value!r}): the value must be a real number")):
@@ -187,7 +189,10 @@ def test_a_logged_value_needs_a_name(name):
         train(make_trainer([log]))
 
 
-@pytest.mark.parametrize("value", [True, 1, np.float32(1), np.ones(()), torch.ones(2, 3), torch.ones(1)])
+@pytest.mark.parametrize("value", [
+    True, 1, np.float32(1), np.ones(()), np.ones(1), torch.ones(2, 3), torch.ones(1), torch.ones(2, dtype=torch.bool),
+    torch.tensor([0, 2]), torch.tensor(1), torch.tensor(True),
+])  # fmt: skip
 def test_numbers_of_all_kinds_are_logged(value):
     late = listener(on_train_step_end=lambda trainer, **_: trainer.log("x", value))
     assert train(make_trainer([late])).run_history.get_latest_metric("train_x_epoch") == 1.0

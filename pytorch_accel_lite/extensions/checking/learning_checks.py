@@ -21,6 +21,14 @@ from pytorch_accel_lite.extensions.checking.probe import (
 )
 from pytorch_accel_lite.optimizers import CombinedOptimizer
 
+#: After each of these numbers of updates, the share of its first value by which the loss of a single batch must have
+#: fallen for the check to end early.
+_ENOUGH = {20: 0.5, 50: 0.1, 100: 0.01, 200: 0.005}
+
+
+#: The functions that distributions call to draw samples.
+_SAMPLING = {"multinomial", "bernoulli", "normal"}
+
 
 def check_schedule(probe: Probe) -> Iterator[Finding]:
     """Compute the learning rate of every update of the run.
@@ -63,15 +71,6 @@ def check_schedule(probe: Probe) -> Iterator[Finding]:
         finding = mistake if min(curve) < 0 or peak == 0 else doubt
         text = f"The learning rate {problem}. The run has {updates} updates."
         yield finding(text, first=curve[0], highest=peak, last=curve[-1], updates=updates)
-
-
-#: After each of these numbers of updates, the share of its first value by which the loss of a single batch must have
-#: fallen for the check to end early.
-_ENOUGH = {20: 0.5, 50: 0.1, 100: 0.01, 200: 0.005}
-
-
-#: The functions that distributions call to draw samples.
-_SAMPLING = {"multinomial", "bernoulli", "normal"}
 
 
 def check_learns(probe: Probe) -> Iterator[Finding]:

@@ -45,7 +45,7 @@ def parse(text: str) -> Any:
         return _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError) as error:  # the last two if the text is nested too deeply
         raise ValueError(f"{text!r} is not an expression") from error
-    except ArithmeticError as error:
+    except (ArithmeticError, TypeError) as error:  # the latter for a wrong number of arguments
         raise ValueError(f"{text!r} has no value: {error}") from error
 
 

@@ -29,6 +29,9 @@ _LONGEST_INTERVAL = 5.0
 _stores: Any = dist  # its type stubs lack the stores
 
 
+_SILENCE = "does not answer: its process has ended, or native code keeps Python from running"
+
+
 class Progressed(NamedTuple):
     """The progress of a process: its number of steps and ends of epochs, its epoch, and its step."""
 
@@ -177,9 +180,6 @@ class RunWatch(threading.Thread):
             self._store.set(f"{self._reports}/printed", "")
             time.sleep(1)  # this process may serve the store: lets the others read that
             end_process()
-
-
-_SILENCE = "does not answer: its process has ended, or native code keeps Python from running"
 
 
 def describe_positions(seconds: float, positions: dict[int, StackPosition], silent: dict[int, str]) -> str:

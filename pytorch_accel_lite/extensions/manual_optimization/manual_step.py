@@ -190,7 +190,7 @@ class ManualStep(Step):
         compute_gradients = partial(self._compute_gradients, trainer, name, retain_graph)
         backward(trainer, batch, output, samples, total, self.windows[name], compute_gradients)
         if run.window.is_ending:
-            self._update_weights(trainer, name)
+            self._update_weights(trainer, run, name)
 
     def _compute_gradients(self, trainer: TrainerLike, name: str, retain_graph: bool, loss: torch.Tensor) -> None:
         parameters = [p for p in optimized_parameters(self.optimizers[name]) if p.requires_grad]
@@ -207,8 +207,7 @@ class ManualStep(Step):
                 )
             self.updated.add(name)
 
-    def _update_weights(self, trainer: TrainerLike, name: str) -> None:
-        run = trainer.current_run
+    def _update_weights(self, trainer: TrainerLike, run: Run, name: str) -> None:
         self.updating = name
         optimizer = self.optimizers[name]
         if trainer.ranks.world_size > 1:

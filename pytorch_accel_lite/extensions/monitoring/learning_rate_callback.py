@@ -28,7 +28,9 @@ class LearningRateMonitorCallback(TrainerCallback):
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         groups = zip(_rate_names(trainer), trainer.optimizer.param_groups, strict=True)
-        self._latest = {name: group["lr"] for name, group in groups if group.get("lr") is not None}
+        rates = {name: group["lr"] for name, group in groups if group.get("lr") is not None}
+        # A schedule sets the next rate in the same tensor.
+        self._latest = {name: rate.clone() if isinstance(rate, torch.Tensor) else rate for name, rate in rates.items()}
         trainer.step_metrics.update(self._latest)
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:

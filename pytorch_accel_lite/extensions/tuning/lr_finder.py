@@ -87,8 +87,8 @@ def find_lr(
             ratio to it
         max_lr: last learning rate
         num_steps: number of updates, at least 10
-        diverged: stop once the smoothed loss exceeds its minimum by this factor; if losses are negative, stop once the
-            loss has risen by this factor times its previous fall
+        diverged: stop once the smoothed loss exceeds its minimum by this factor; if losses are negative, once it has
+            risen by this factor times its previous fall from the largest of the first losses
         optimizer: name of the optimizer whose rate to increase, if there are several; the others keep theirs. By
             default the rates of all optimizers increase together. An overridden ``train_step`` needs a name, because
             each optimizer has its own loss there.
@@ -162,12 +162,13 @@ def _range_test(
         losses.append(loss)
         corrected = mean / (1 - _SMOOTHING ** (number + 1))
         lowest = min(lowest, corrected) if number >= 10 else math.inf
-        if corrected - lowest > (diverged - 1) * (lowest if lowest > 0 else losses[0] - lowest):
+        # Losses that may be negative have no factor: what they have fallen by, and vary by at first, stands for it.
+        if corrected - lowest > (diverged - 1) * (lowest if min(losses) > 0 else max(losses[:11]) - lowest):
             break
     if len(lrs) < 3:
         raise ValueError(f"The loss is not finite with learning rates as small as min_lr={min_lr!r}. Try smaller ones.")
     smoothed = _smooth(np.asarray(losses))
-    return LearningRates(lrs, losses, smoothed.tolist(), _steepest(lrs, smoothed))
+    return LearningRates(lrs, losses, smoothed.tolist(), _steepest(lrs, np.asarray(losses), smoothed))
 
 
 def _smooth(losses: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -178,13 +179,18 @@ def _smooth(losses: NDArray[np.float64]) -> NDArray[np.float64]:
     return smoothed
 
 
-def _steepest(lrs: list[float], smoothed: NDArray[np.float64]) -> float | None:
-    """Return the rate, up to the minimum of the loss, at which the loss falls fastest over the logarithm of the rates.
+def _steepest(lrs: list[float], losses: NDArray[np.float64], smoothed: NDArray[np.float64]) -> float | None:
+    """Return the rate at which the loss falls fastest to its minimum, over the logarithm of the rates.
 
-    A fall of less than a tenth of the initial loss counts as noise: then the result is ``None``.
+    The fall begins where the loss is last near its largest value: before, it varies without falling. A fall of less
+    than a tenth of the initial loss counts as noise; if losses are negative, a fall of less than single ones vary by.
+    Then the result is ``None``.
     """
     lowest = int(smoothed.argmin())
-    if lowest < 2 or smoothed[:lowest].max() - smoothed[lowest] < 0.1 * abs(smoothed[0]):
+    noise = 0.1 * smoothed[0] if losses.min() > 0 else np.std((losses - smoothed)[: lowest + 1])
+    fall = smoothed[:lowest].max() - smoothed[lowest] if lowest >= 2 else 0.0
+    if fall == 0.0 or fall < noise:
         return None
+    begin = int(np.flatnonzero(smoothed[:lowest] >= smoothed[lowest] + 0.9 * fall)[-1])
     slopes = np.gradient(smoothed, np.log(lrs))
-    return lrs[int(slopes[:lowest].argmin())]
+    return lrs[begin + int(slopes[begin:lowest].argmin())]

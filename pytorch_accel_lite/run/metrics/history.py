@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 Row: TypeAlias = dict[str, MetricValue]
 
 
+_MOST_ROWS = 100  # number of rows in a notebook
+
+
 class RunHistory(ABC):
     """The metrics of a run, in the order in which they were recorded, and the number of the current epoch.
 
@@ -228,9 +231,6 @@ class RunHistory(ABC):
     def __repr__(self) -> str:
         latest = (f"{name}={format_metric(self.get_latest_metric(name))}" for name in self)
         return join_wrapped(f"{type(self).__name__}(", latest, ")")
-
-
-_MOST_ROWS = 100  # number of rows in a notebook
 
 
 def _format_cell(value: Any) -> str:

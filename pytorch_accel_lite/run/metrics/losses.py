@@ -16,6 +16,8 @@ from pytorch_accel_lite.data.step_outputs import mean_that_counts
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.accumulation import Count
 
+_WITHOUT_LOSS = ""  # counts the samples of evaluations that compute no loss
+
 
 class LossTracker:
     """A running mean, weighted by batch size, whose sums stay on the device until they are read.
@@ -89,9 +91,6 @@ class LossTracker:
         """The weighted mean so far, 0 before the first batch. Reads from the device."""
         count = float(self.running_count)
         return float(self.total_loss) / count if count else 0.0
-
-
-_WITHOUT_LOSS = ""  # counts the samples of evaluations that compute no loss
 
 
 class LossTrackers(dict[str, LossTracker]):

@@ -39,6 +39,8 @@ def test_expressions_become_placeholders(text, shown):
         ("3 *", "is not an expression"),
         ("1 / 0", "has no value: division by zero"),
         ("floor(1e400)", "has no value: cannot convert"),
+        ("floor(NUM_EPOCHS, 2)", "'floor(NUM_EPOCHS, 2)' has no value: math.floor() takes exactly one argument"),
+        ("round()", "has no value: round() missing required argument"),
     ],
 )
 def test_invalid_expressions_are_refused(text, error):

@@ -22,13 +22,17 @@ from pytorch_accel_lite.run.run import Step
 from tests.small_models import Overflows, listener, make_model, make_trainer, train
 
 
-def test_recorded_learning_rates_are_those_of_the_updates():
+@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_recorded_learning_rates_are_those_of_the_updates(rate):
+    """A schedule sets the next rate in the tensor of the one before."""
     seen: list[Any] = []
     look = listener(on_optimizer_step_end=lambda t: seen.append(t.step_metrics["lr"]))
-    trainer = make_trainer([LearningRateMonitorCallback, look])
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    trainer = make_trainer([LearningRateMonitorCallback, look], model, optimizer=optimizer)
     halve = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)  # noqa: E731
     train(trainer, epochs=2, create_scheduler_fn=halve)
-    assert seen == [0.1 * 0.5**i for i in range(6)]
+    assert [*map(float, seen)] == [0.5 ** (i + 1) for i in range(6)]
     assert trainer.run_history.get_metric_values("lr") == [seen[2], seen[5]]
 
 

@@ -153,6 +153,25 @@ def test_a_run_after_a_trial_is_the_run_without_it():
     assert equal_weights(*results)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_losses_may_be_negative_in_a_range_test(seed):
+    """The gradients are the same, and so is what is found, wherever the first losses are above or below each other."""
+
+    def found(offset: float) -> Any:
+        torch.manual_seed(seed)
+        model, inputs = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(512, 4)
+        targets = inputs.sum(1, keepdim=True) + torch.randn(512, 1)
+        loss_func = lambda outputs, targets: nn.functional.mse_loss(outputs, targets) - offset  # noqa: E731
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = Trainer(model, loss_func, optimizer, callbacks=[])
+        return trainer.find_lr(torch.utils.data.TensorDataset(inputs, targets), 8)
+
+    positive, negative, crossing = found(0), found(40), found(2)
+    assert len(positive.lrs) > 60
+    assert len(negative.lrs) == len(crossing.lrs) >= len(positive.lrs)
+    assert negative.suggestion == crossing.suggestion == pytest.approx(positive.suggestion, rel=0.5)
+
+
 @pytest.mark.extension("plots")
 def test_the_suggested_rate_is_where_the_loss_falls(tmp_path):
     """A quadratic bowl of curvature 2: gradient descent falls fastest near 1/2, and explodes above 1."""
