@@ -43,9 +43,9 @@ def to_cpu(
     if is_dataclass(outputs) and not isinstance(outputs, Mapping):
         outputs = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
     if isinstance(outputs, Mapping):
-        return {k: to_cpu(v, copy=copy) for k, v in outputs.items() if next(tensors_in(v), None) is not None}
+        return {k: to_cpu(v, size, copy) for k, v in outputs.items() if next(tensors_in(v), None) is not None}
     if isinstance(outputs, (list, tuple)):
-        return honor_type(outputs, (to_cpu(part, copy=copy) for part in outputs))
+        return honor_type(outputs, (to_cpu(part, size, copy) for part in outputs))
     raise TypeError(
         f"predict: the model returned {type(outputs).__name__}, but must return tensors, or tuples, lists or dicts of "
         "tensors. Override calculate_predict_batch_output to convert its outputs."

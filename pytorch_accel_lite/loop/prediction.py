@@ -236,7 +236,7 @@ def _own_outputs(
         if listeners["on_predict_step_end"] and output is not SKIPPED:
             trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
         if not batch.is_filler and output is not SKIPPED:
-            size = infer_batch_size(batch.data, batch.num_samples) if type(output) is list else None
+            size = None if isinstance(output, torch.Tensor) else infer_batch_size(batch.data, batch.num_samples)
             shares.append(to_cpu(output, size, copy))
             if not is_checked:
                 is_checked = _warn_of_rows(batch, shares[-1])

@@ -8,7 +8,13 @@ from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length
 from pytorch_accel_lite.optimizers.combined_optimizers import create_schedulers
 from pytorch_accel_lite.optimizers.optimizer_parts import parts_of_optimizer
 from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerScheduler
-from pytorch_accel_lite.optimizers.param_group_options import Options, initial_options, scheduled_options, set_options
+from pytorch_accel_lite.optimizers.param_group_options import (
+    Options,
+    initial_options,
+    noted_rates,
+    scheduled_options,
+    set_options,
+)
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
 from pytorch_accel_lite.schedulers.placeholders import replace_trainer_placeholder_values
@@ -18,7 +24,6 @@ from pytorch_accel_lite.schedulers.schedule_arguments import check_factory
 def begin_schedule(trainer: TrainerLike, run: Run) -> None:
     """Create the scheduler of a run, if it has one, starting from the optimizer's initial rates."""
     trainer.scheduler = None
-    run.schedule.final_rates = [] if run.previous is None else run.previous.schedule.final_rates
     has_schedule = trainer.create_scheduler_fn is not None or "create_scheduler" in run.overridden
     initial = None
     if has_schedule or any("initial_lr" in group for group in trainer.optimizer.param_groups):
@@ -39,7 +44,7 @@ def _begin_from_initial_rates(trainer: TrainerLike, run: Run, has_schedule: bool
     """
     optimizer = trainer.optimizer
     now = scheduled_options(optimizer)
-    initial = initial_options(optimizer, run.schedule.final_rates)
+    initial = initial_options(optimizer, noted_rates(optimizer))
     try:
         continues = has_schedule and _create_or_continue(trainer, initial, now)
         trainer._check_scheduler(run.request)

@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.plain_values import to_number
+from pytorch_accel_lite.optimizers.optimizer_parts import parts_of_optimizer
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 
 # Options that schedules change in parameter groups. torch and timm also store the initial rate there, as "initial_lr".
@@ -22,6 +24,8 @@ Options: TypeAlias = list[dict[str, Any]]
 ParamGroup: TypeAlias = dict[str, Any]
 #: A learning rate as a number; ``None`` for a group without one.
 Rate: TypeAlias = float | None
+#: The rates of optimizers that a schedule or a file has set last.
+_set_rates: WeakKeyDictionary[Optimizer, list[Rate]] = WeakKeyDictionary()
 
 
 def set_option(group: ParamGroup, name: str, value: object) -> None:
@@ -82,8 +86,8 @@ def initial_options(optimizer: Optimizer, final_rates: Sequence[Rate] = ()) -> O
     """Return the values that the options had before any schedule changed them.
 
     Args:
-        final_rates: the learning rates at the end of the last schedule. A rate that differs from these was set by the
-            user, and counts as an initial rate.
+        final_rates: the learning rates from ``noted_rates()``. A rate that differs from these was set by the user, and
+            counts as an initial rate.
     """
     options = scheduled_options(optimizer)
     for number, (group, values) in enumerate(zip(optimizer.param_groups, options, strict=True)):
@@ -92,6 +96,21 @@ def initial_options(optimizer: Optimizer, final_rates: Sequence[Rate] = ()) -> O
             if not (by_hand and name == "lr"):
                 values[name] = to_number(group.get(f"initial_{name}", values[name]))
     return options
+
+
+def note_rates(optimizer: Optimizer) -> None:
+    """Note the rates that a schedule or a file has set: other rates of this optimizer are set by the user."""
+    for part in _parts(optimizer):
+        _set_rates[part] = learning_rates(part)
+
+
+def noted_rates(optimizer: Optimizer) -> list[Rate]:
+    """Return the rates from ``note_rates()``, by whichever trainer it was called; if it was not, the current ones."""
+    return [rate for part in _parts(optimizer) for rate in _set_rates.get(part, learning_rates(part))]
+
+
+def _parts(optimizer: Optimizer) -> list[Optimizer]:
+    return list(parts_of_optimizer(optimizer).values()) or [getattr(optimizer, "optimizer", optimizer)]
 
 
 def note_initial_options(optimizer: Optimizer, initial: Options) -> None:
@@ -112,6 +131,9 @@ def layer_scales(groups: Sequence[ParamGroup], rates: Sequence[Rate]) -> list[fl
         rates: the rates of the groups before any schedule
     """
     scales = [float(group.get("lr_scale", 1.0)) for group in groups]
-    bases = [rate / scale for rate, scale in zip(rates, scales, strict=True) if rate and scale]
-    are_in_proportion = len(set(scales)) > 1 and all(math.isclose(base, bases[0], rel_tol=1e-6) for base in bases)
+    base = next((rate / scale for rate, scale in zip(rates, scales, strict=True) if rate and scale), 0.0)
+    are_in_proportion = len(set(scales)) > 1 and all(
+        rate is None or math.isclose(rate, base * scale, rel_tol=1e-6)
+        for rate, scale in zip(rates, scales, strict=True)
+    )
     return [1.0] * len(scales) if are_in_proportion else scales

@@ -216,4 +216,6 @@ class GradientWindow:
 
 def as_weight(count: Count) -> Count:
     """Return a count as float64, if the device supports it: dividing integers would give float32."""
-    return count.to(accumulation_dtype(count.device)) if isinstance(count, torch.Tensor) else count
+    if isinstance(count, torch.Tensor):
+        return count.reshape(()).to(accumulation_dtype(count.device))
+    return count

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from pytorch_accel_lite.optimizers.param_group_options import Options, Rate
+from pytorch_accel_lite.optimizers.param_group_options import Options
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -17,14 +17,12 @@ class RunSchedule:
 
     Attributes:
         initial_options: options of the optimizer before any schedule, if the run has a schedule
-        final_rates: the learning rates at the end of a run with a schedule
         shift: by how many updates the schedule is ahead of ``progress.update``, after a resumption with more or fewer
             updates per epoch
         is_recreated: whether the schedule of a resumed run is recreated rather than restored
     """
 
     initial_options: Options = field(default_factory=list)
-    final_rates: list[Rate] = field(default_factory=list)
     shift: int = 0
     is_recreated: bool = False
 

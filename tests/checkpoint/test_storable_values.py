@@ -195,6 +195,23 @@ def test_an_unloadable_extra_state_of_a_model_is_refused(tmp_path):
     assert not (tmp_path / "model.pt").exists()
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "folder"])
+def test_an_extra_state_that_is_no_tensor_is_no_safetensors(tmp_path, name):
+    class Counting(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"count": 1}
+
+        def set_extra_state(self, state: Any) -> None:
+            assert state == {"count": 1}
+
+    trainer = make_trainer(model=Counting(4, 1))
+    with pytest.raises(TypeError, match=r"'_extra_state' is dict, .* Save the model with save_checkpoint\(\)"):
+        trainer.save_model(tmp_path / name)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    trainer.save_checkpoint(tmp_path / "model.pt")
+    trainer.load_checkpoint(tmp_path / "model.pt")
+
+
 def test_a_numpy_learning_rate_leaves_the_file_loadable(tmp_path):
     model = make_model()
     trainer = make_trainer(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=np.float64(0.1)))

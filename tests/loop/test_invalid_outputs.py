@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
 from tests.refusals import returning
-from tests.small_models import make_data, make_trainer, train
+from tests.small_models import equal_weights, make_data, make_trainer, train, weights
 
 
 def test_a_model_that_returns_no_loss_needs_a_loss_func():
@@ -29,6 +31,14 @@ def test_an_evaluation_loss_needs_no_gradient_but_is_checked():
     ]:
         with pytest.raises(error, match=match):
             make_trainer(trainer_class=returning(change)).evaluate(make_data())
+
+
+def test_an_evaluation_loss_of_samples_may_be_boolean():
+    def wrong(output: dict[str, Any]) -> dict[str, Any]:
+        return output | {"loss": {"first": output["loss"], "wrong": torch.tensor([True, False])}}
+
+    found = make_trainer(trainer_class=returning(wrong)).evaluate(make_data(4), per_device_batch_size=2)
+    assert found["evaluation_wrong"] == 0.5
 
 
 def test_a_loss_named_like_the_sum_is_refused():
@@ -99,6 +109,18 @@ def test_a_model_with_its_own_loss_may_train_on_another():
         return trainer.run_history.get_latest_metric("train_loss_epoch")
 
     assert run(Smooth) < run(Trainer)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_count_of_items_may_have_one_element(accumulation):
+    def trained(count: object) -> dict[str, Any]:
+        class Counts(Trainer):
+            def calculate_train_batch_loss(self, batch):
+                return super().calculate_train_batch_loss(batch) | {"num_items_in_batch": count}
+
+        return weights(train(make_trainer(trainer_class=Counts), gradient_accumulation_steps=accumulation).model)
+
+    assert equal_weights(trained(torch.tensor([3])), trained(torch.tensor(3)))
 
 
 @pytest.mark.parametrize("counted", [0, 1])

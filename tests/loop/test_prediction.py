@@ -40,6 +40,15 @@ class OfRaggedSamples(nn.Module):
         ]
 
 
+class WithBoxes(nn.Module):
+    """Scores as tensors, and beside them a list with the boxes of each sample: some none."""
+
+    def forward(self, x):
+        sizes = (x[:, 0].abs() * 5).int().tolist()
+        boxes = [row.repeat(size, 1) for row, size in zip(x, sizes, strict=True)]
+        return {"scores": x[:, :2], "found": (x[:, 1], boxes)}
+
+
 class Draws(nn.Module):
     """Adds random numbers in evaluation mode."""
 
@@ -119,7 +128,7 @@ def test_predictions_keep_their_structure_and_order(ranks):
 def many_kinds_of_predictions() -> Any:
     """Predictions for several sizes of data: of all processes, of the first, and in parts."""
     results = {}
-    for model in (OfManyKinds(), OfRaggedSamples()):
+    for model in (OfManyKinds(), OfRaggedSamples(), WithBoxes()):
         trainer = Trainer(model, None, None, callbacks=[])
         for size in (1, 7, 26):
             data = float64_data(size)
@@ -159,6 +168,19 @@ def is_same(found, expected):
     if isinstance(expected, (list, tuple)):
         return len(found) == len(expected) and all(map(is_same, found, expected))
     return found == expected
+
+
+@pytest.mark.parametrize("size", [20, 21])
+def test_lists_in_dicts_may_have_an_element_for_each_sample(size):
+    data = float64_data(size)
+    inputs = data.tensors[0]
+    predicted = Trainer(WithBoxes(), None, None, callbacks=[]).predict(data, per_device_batch_size=4)
+    assert torch.equal(predicted["scores"], inputs[:, :2])
+    assert torch.equal(predicted["found"][0], inputs[:, 1])
+    expected = WithBoxes()(inputs)["found"][1]
+    assert len(expected) == size
+    assert all(map(torch.equal, predicted["found"][1], expected))
+    assert len(predicted["found"][1]) == size
 
 
 PREDICTS_MUCH = """

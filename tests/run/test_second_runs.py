@@ -106,6 +106,32 @@ def test_the_next_schedule_starts_at_a_rate_set_by_hand():
         assert seen.rates[0] == 0.03
 
 
+def test_a_rate_set_by_hand_is_one_for_another_trainer_too():
+    trainer, _ = noting()
+    train(trainer, epochs=2, create_scheduler_fn=COSINE)
+    trainer.optimizer.param_groups[0]["lr"] = 0.03
+    seen = Rates()
+    train(make_trainer([seen], trainer.model, optimizer=trainer.optimizer), epochs=2, create_scheduler_fn=COSINE)
+    assert seen.rates[0] == 0.03
+
+
+@pytest.mark.parametrize("load", ["load_checkpoint", "load_training_state"])
+def test_a_rate_set_by_hand_after_loading_is_used(tmp_path, load, capsys):
+    """The message about the loaded rates says so."""
+    trainer, _ = noting()
+    train(trainer, epochs=2, create_scheduler_fn=COSINE)
+    place = tmp_path / "saved"
+    trainer.save_checkpoint(place) if load == "load_checkpoint" else trainer.save_training_state(place)
+    for rate in (0.03, None):
+        again, seen = noting(lr=0.2)
+        getattr(again, load)(place)
+        assert "set them again" in capsys.readouterr().out
+        if rate is not None:
+            again.optimizer.param_groups[0]["lr"] = rate
+        train(again, epochs=1, create_scheduler_fn=COSINE)
+        assert seen.rates[0] == (rate or 0.1)
+
+
 def test_a_finished_runs_checkpoint_restarts_at_the_first_rate(tmp_path):
     trainer, _ = noting()
     train(trainer, epochs=2, create_scheduler_fn=COSINE)

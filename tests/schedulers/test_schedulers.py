@@ -198,6 +198,19 @@ def test_layer_decay_factors_are_applied_only_once():
     assert CosineLrScheduler(optimizer, 4, 5).get_updated_values(0) == before
 
 
+@pytest.mark.parametrize(("scales", "given", "expected"), [
+    ((1.0, 0.0), (0.1, 0.1), (0.1, 0.0)),
+    ((0.5, 0.0), (0.1, 0.1), (0.05, 0.0)),
+    ((0.5, 1.0), (0.1, 0.0), (0.05, 0.0)),
+    ((0.5, 0.0), (0.05, 0.0), (0.05, 0.0)),  # in these proportions already
+])  # fmt: skip
+def test_a_layer_decay_factor_may_be_zero(scales, given, expected):
+    pairs = zip(scales, given, strict=True)
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr, "lr_scale": scale} for scale, lr in pairs]
+    scheduler = CosineLrScheduler(torch.optim.SGD(groups), 4, 5)
+    assert scheduler.get_updated_values(0) == [*expected]
+
+
 def test_end_rates_may_be_fractions_of_each_groups_own_rate():
     options = {"num_warmup_epochs": 1, "min_lr_ratio": 0.1, "warmup_starting_lr_ratio": 0.01}
     found = rates(CosineLrScheduler(make_optimizer(), **COSINE, **options))

@@ -17,6 +17,7 @@ from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, sealed
 
 def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return tensors in which tied tensors have a single name, and a dict from their other names to that name."""
+    _check_are_tensors(tensors)
     kept: dict[object, str] = {}
     tied = {}
     for name, tensor in tensors.items():
@@ -53,8 +54,18 @@ def write_sealed(tensors: Mapping[str, torch.Tensor], file: IO[bytes], metadata:
         whole.flush()
 
 
+def _check_are_tensors(tensors: Mapping[str, object]) -> None:
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"{name!r} is {type(value).__name__}, perhaps a module's get_extra_state(), but safetensors files hold "
+                "only tensors. Save the model with save_checkpoint(), or leave it out of the module's state."
+            )
+
+
 def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return contiguous tensors that share no memory."""
+    _check_are_tensors(tensors)
     separate: dict[str, torch.Tensor] = {}
     storages = set()
     for name, tensor in tensors.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from types import ModuleType
@@ -58,6 +60,8 @@ def _own_marks(item: object) -> Iterator[object]:
         yield _mark_of_tensor(item)
     elif is_a(item, np.ndarray, np.generic):
         yield _mark_of_array(np.asarray(item))
+        if is_a(item, np.ma.MaskedArray):
+            yield _mark_of_array(np.ma.getmaskarray(item), compares_address=False)
     elif is_a(item, ModuleType, type):
         yield id(item)
     elif is_a(item, dict) and len(item) <= _SHORT:
@@ -65,6 +69,10 @@ def _own_marks(item: object) -> Iterator[object]:
     elif is_a(item, list, tuple, dict, set, frozenset):
         yield id(item) if len(item) > _SHORT else None
         yield _mark_of_elements(item)
+    elif is_a(item, deque):
+        yield _mark_of_elements([*item])
+    elif is_a(item, bytearray, array) and item:
+        yield _mark_of_array(np.frombuffer(item, np.uint8))  # type: ignore[call-overload]
     elif hasattr(type(item), "iloc"):
         yield from _marks_of_table(item)
 
@@ -73,6 +81,7 @@ def _marks_of_table(table: Any) -> Iterator[object]:
     """Yield marks of the columns of a data frame, or of a series."""
     columns = [table] if len(table.shape) == 1 else [table.iloc[:, number] for number in range(table.shape[1])]
     yield table.shape
+    yield None if len(table.shape) == 1 else _mark_of_elements([*table.columns])
     for column in columns[:_SHORT]:
         yield _mark_of_array(column.to_numpy(), compares_address=False)
 
@@ -89,7 +98,7 @@ def _mark_of_tensor(tensor: torch.Tensor) -> object:
         shape,
         _version_of(tensor),
         tensor.data_ptr(),
-        crc32(few.contiguous().view(torch.uint8).numpy().tobytes()),
+        crc32(few.resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().tobytes()),
     )
 
 
@@ -98,20 +107,22 @@ def _version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _mark_of_array(array: npt.NDArray[Any], compares_address: bool = True) -> object:
-    address = array.__array_interface__["data"][0] if compares_address else None
-    if array.dtype == object:
-        return array.shape, address, _mark_of_elements(array.reshape(-1))
-    if not array.flags.writeable or isinstance(array, np.memmap) or isinstance(array.base, np.memmap):
-        return array.dtype.str, array.shape, address  # the array is in a file, which workers read themselves
-    if array.nbytes <= _MOST_BYTES:
-        return array.dtype.str, array.shape, address, crc32(np.ascontiguousarray(array).view(np.uint8).data)
-    rows = array.reshape(-1) if array.flags.c_contiguous else array
-    step, count = max(len(rows) // _PIECES, 1), max(_PIECE * len(rows) // array.nbytes, 1)
+def _mark_of_array(values: npt.NDArray[Any], compares_address: bool = True) -> object:
+    address = values.__array_interface__["data"][0] if compares_address else None
+    if values.dtype.hasobject:
+        elements = values.reshape(-1)
+        return values.shape, address, _mark_of_elements(elements if values.dtype == object else elements.tolist())
+    is_constant = not values.flags.writeable and compares_address  # pandas returns changed data in constant arrays
+    if is_constant or isinstance(values, np.memmap) or isinstance(values.base, np.memmap):
+        return values.dtype.str, values.shape, address  # the array is in a file, which workers read themselves
+    if values.nbytes <= _MOST_BYTES:
+        return values.dtype.str, values.shape, address, crc32(np.ascontiguousarray(values).view(np.uint8).data)
+    rows = values.reshape(-1) if values.flags.c_contiguous else values
+    step, count = max(len(rows) // _PIECES, 1), max(_PIECE * len(rows) // values.nbytes, 1)
     number = 0
     for begin in range(0, len(rows), step):
         number = crc32(np.ascontiguousarray(rows[begin : begin + count]).tobytes(), number)
-    return array.dtype.str, array.shape, address, number
+    return values.dtype.str, values.shape, address, number
 
 
 def _mark_of_elements(elements: _Elements) -> int:

@@ -47,6 +47,7 @@ class LossTracker:
         """
         loss: Any = loss_batch_value
         if isinstance(loss, torch.Tensor) and loss.ndim:
+            loss = loss if loss.is_floating_point() else loss.float()  # in evaluation, samples may be right or wrong
             loss = loss.reshape(()) if loss.numel() == 1 else loss.mean()
         if isinstance(batch_size, torch.Tensor) and batch_size.is_cpu:
             batch_size = to_float(batch_size)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from array import array
+from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,6 +104,66 @@ def test_persistent_workers_see_data_changed_by_callbacks(how):
     data.set_epoch = None  # otherwise an attribute changes in any case
     seen = train(wrap(data), lambda epoch: change(data, epoch), workers=2, seed=1)
     assert {epoch: rows[:, column].unique().tolist() for epoch, rows in seen.items()} == {1: [1], 2: [2], 3: [3]}
+
+
+class Holds(Dataset):
+    """Gives numbers that it reads from what it holds."""
+
+    def __init__(self, held, read):
+        self.held = held
+        self.read = read
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.ones(1), torch.tensor([float(self.read(self.held, index))])
+
+
+def frame(n: int) -> Any:
+    return pytest.importorskip("pandas").DataFrame({"y": [float(n)] * 8})
+
+
+def refill(held: Any, n: int) -> None:
+    held.clear()
+    held.extend([n] * 8)
+
+
+STRUCTURED = np.dtype([("y", float), ("note", object)])
+HELD = {
+    "column assigned": (lambda: frame(0), lambda data, n: data.held.__setitem__("y", [float(n)] * 8), "y"),
+    "deque": (lambda: deque([0] * 8), lambda data, n: refill(data.held, n), None),
+    "bytes": (lambda: bytearray(8), lambda data, n: data.held.__setitem__(slice(None), bytes([n] * 8)), None),
+    "column in place": (lambda: frame(0), lambda data, n: data.held.loc.__setitem__((slice(None), "y"), float(n)), "y"),
+    "array": (lambda: array("i", [0] * 8), lambda data, n: [data.held.__setitem__(i, n) for i in range(8)], None),
+    "structured": (lambda: np.zeros(8, STRUCTURED), lambda data, n: data.held["y"].fill(n), "y"),
+    "data frame": (lambda: frame(0), lambda data, n: setattr(data, "held", frame(n)), "y"),
+    "conjugate": (
+        lambda: torch.zeros(8, dtype=torch.cfloat).conj(),
+        lambda data, n: setattr(data, "held", torch.full((8,), float(n), dtype=torch.cfloat).conj()),
+        None,
+    ),
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", HELD)
+def test_workers_see_changes_in_what_a_dataset_holds(name):
+    create, change, column = HELD[name]
+    read = lambda held, index: getattr((held if column is None else held[column])[index], "real", 0)  # noqa: E731
+    data = Holds(create(), read)
+    seen = train(data, lambda epoch: change(data, epoch), workers=1)
+    assert {epoch: rows.unique().tolist() for epoch, rows in seen.items()} == {1: [1], 2: [2], 3: [3]}
+
+
+def test_a_mask_and_the_names_of_columns_are_compared():
+    masked, table = np.ma.array(np.zeros(3), mask=[0, 0, 0]), frame(0)
+    before = marks_of([masked]), marks_of([table])
+    assert (marks_of([masked]), marks_of([table])) == before
+    masked.mask[1] = True
+    table.columns = ["z"]
+    assert marks_of([masked]) != before[0]
+    assert marks_of([table]) != before[1]
 
 
 @pytest.mark.sampled
