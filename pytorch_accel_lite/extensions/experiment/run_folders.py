@@ -180,11 +180,11 @@ def _read_rows(path: Path) -> list[Row]:
 
 
 def _as_numbers(row: Mapping[str, Any]) -> Row:
-    """Return a row without empty cells, in which every text that is a number is a float."""
+    """Return a row without empty cells, in which every text that is a number, or a boolean of a CSV, is a float."""
     numbers: Row = {}
     for name, value in row.items():
         try:
-            numbers[name] = float(value)
+            numbers[name] = float({"True": 1, "False": 0}.get(value, value))
         except (TypeError, ValueError):
             if value not in ("", None):
                 numbers[name] = value

@@ -285,3 +285,11 @@ def test_names_that_look_like_formulas_are_compared_as_they_are(tmp_path):
     make_trainer([named, MetricsFileCallback(tmp_path / "metrics.jsonl")]).train(make_data(), 2)
     (compared,) = compare_runs(tmp_path).runs
     assert compared.rows[1]["=1+1"] == 3
+
+
+@pytest.mark.parametrize("file", ["metrics.csv", "metrics.jsonl"])
+def test_boolean_metrics_are_numbers_in_each_kind_of_file(tmp_path, file):
+    say = listener(on_train_epoch_end=lambda trainer: trainer.run_history.update_metric("flag", True))
+    make_trainer([say, MetricsFileCallback(tmp_path / "run" / file)]).train(make_data(), 2)
+    (run,) = compare_runs(tmp_path).runs
+    assert [row["flag"] for row in run.rows] == [1.0, 1.0]
