@@ -29,7 +29,6 @@ from pytorch_accel_lite.checkpoint.states.state_contents import restore_after_st
 from pytorch_accel_lite.checkpoint.states.state_files import read_learned
 from pytorch_accel_lite.checkpoint.stores_by_url import read_state, store_of
 from pytorch_accel_lite.distributed.lost_processes import naming_call
-from pytorch_accel_lite.optimizers.param_group_options import note_rates
 from pytorch_accel_lite.run.latest_records import LoadedWeights
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers, set_optimizer_modes
@@ -58,7 +57,6 @@ def load_checkpoint(
                     "no optimizer. Pass load_optimizer=False, or give the trainer an optimizer."
                 )
             load_optimizer_state(trainer.optimizer, checkpoint["optimizer_state_dict"])
-            note_rates(trainer.optimizer)
         if load_scheduler and trainer.scheduler is not None and "scheduler_state_dict" in checkpoint:
             trainer.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
         load_loss_state(trainer, checkpoint.get("loss_func_state_dict", {}), source)
@@ -143,7 +141,6 @@ def load_training_state(trainer: TrainerLike, input_dir: StrPath) -> StateDict:
         options = settings_recorder().optimizer_options(trainer)
         restore_before_start(trainer, state)
         restore_after_start(trainer, state)
-        note_rates(trainer.optimizer)
         if changes := settings_recorder().describe_loaded(trainer, options, os.fspath(input_dir)):
             trainer.print(f"{changes} To train with this program's options, set them again.")
         prepared = trainer.prepared_model
