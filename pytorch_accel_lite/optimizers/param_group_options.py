@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -101,12 +102,19 @@ def initial_options(optimizer: Optimizer, final_rates: Sequence[Rate] = ()) -> O
 def note_rates(optimizer: Optimizer) -> None:
     """Note the rates that a schedule or a file has set: other rates of this optimizer are set by the user."""
     for part in _parts(optimizer):
-        _set_rates[part] = learning_rates(part)
+        with suppress(TypeError):  # a class of another library may have no hash, or no weak references
+            _set_rates[part] = learning_rates(part)
 
 
 def noted_rates(optimizer: Optimizer) -> list[Rate]:
     """Return the rates from ``note_rates()``, by whichever trainer it was called; if it was not, the current ones."""
-    return [rate for part in _parts(optimizer) for rate in _set_rates.get(part, learning_rates(part))]
+    noted: list[Rate] = []
+    for part in _parts(optimizer):
+        rates, known = learning_rates(part), []
+        with suppress(TypeError):
+            known = _set_rates.get(part, [])[: len(rates)]
+        noted += known + rates[len(known) :]  # groups may have been added
+    return noted
 
 
 def _parts(optimizer: Optimizer) -> list[Optimizer]:

@@ -115,6 +115,18 @@ def test_a_rate_set_by_hand_is_one_for_another_trainer_too():
     assert seen.rates[0] == 0.03
 
 
+def test_an_optimizer_without_a_hash_has_schedules_too():
+    class Comparable(torch.optim.SGD):
+        def __eq__(self, other):
+            return self is other
+
+    model, seen = make_model(), Rates()
+    trainer = make_trainer([seen], model, optimizer=Comparable(model.parameters(), lr=0.1))
+    for _ in range(2):
+        train(trainer, epochs=2, create_scheduler_fn=COSINE)
+        assert seen.rates[0] == 0.1
+
+
 @pytest.mark.parametrize("load", ["load_checkpoint", "load_training_state"])
 def test_a_rate_set_by_hand_after_loading_is_used(tmp_path, load, capsys):
     """The message about the loaded rates says so."""

@@ -107,7 +107,7 @@ def _version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _mark_of_array(values: npt.NDArray[Any], compares_address: bool = True) -> object:
+def _mark_of_array(values: npt.NDArray[np.generic], compares_address: bool = True) -> object:
     address = values.__array_interface__["data"][0] if compares_address else None
     if values.dtype.hasobject:
         elements = values.reshape(-1)
