@@ -11,11 +11,18 @@ from pathlib import Path
 
 import torch
 
-from pytorch_accel_lite.base.formatting import listed
+from pytorch_accel_lite.base.arguments.paths import (
+    PathOrFile,
+    StrPath,
+    check_open_file,
+    file_path,
+    name_of,
+    parse_location,
+)
+from pytorch_accel_lite.base.display.formatting import listed
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
-from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, file_path, name_of, parse_location
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.atomic_files import replacing
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN, write_checkpoint

@@ -19,9 +19,9 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pytorch_accel_lite.base.formatting import listed
+from pytorch_accel_lite.base.arguments.paths import PathOrFile, StrPath
+from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
-from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.user_code import overridden_methods

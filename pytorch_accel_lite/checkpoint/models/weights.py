@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pytorch_accel_lite.base.formatting import listed
+from pytorch_accel_lite.base.display.formatting import listed
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors

@@ -12,11 +12,11 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from pytorch_accel_lite.base.formatting import listed
-from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
-from pytorch_accel_lite.base.seeding import derive_seed, seed_generators
+from pytorch_accel_lite.base.display.formatting import listed
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.random_generators.generator_states import capture_generators, restore_generators
+from pytorch_accel_lite.base.random_generators.seeding import derive_seed, seed_generators
 from pytorch_accel_lite.base.types import HasStateDict, Keys, StateDict, Tree
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import untie
 from pytorch_accel_lite.checkpoint.disk.shards import extract_tensors, fits_safetensors, is_sharded_tensor, local_parts

@@ -6,10 +6,10 @@ import math
 import reprlib
 from typing import TypeVar
 
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.names.unknown_names import did_you_mean
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import is_from_this_package
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory
 from pytorch_accel_lite.run.metrics.metric_directions import best_first, direction_in_words, improvement
 from pytorch_accel_lite.run.run import TrainerLike
