@@ -90,7 +90,7 @@ SHARED_KEYS = {
     "own_items_per_batch": ("0.3", "restore_before_start, by ManualStep"),
     "skipped_updates": ("0.3", "restore_before_start, by Step"),
     "set_apart": ("0.3", "restore_before_start, as recorded_by_evaluate, with the history"),
-    "evaluations": ("0.3", "loop/evaluation.py, when they begin"),
+    "evaluations": ("0.3", "loop/due_evaluations.py, begin_evaluations"),
     "trainability": ("0.3", "restore_after_start: which parameters are trained"),
     "user_attributes": ("0.3", "both, by UserAttributes"),
 }
