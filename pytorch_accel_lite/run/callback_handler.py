@@ -251,8 +251,8 @@ class CallbackHandler:
         first = listeners.index(failed) + 1 if failed in listeners else len(listeners)
         return _call_despite_errors(event, listeners[first:], *args, **kwargs)
 
-    # Their earlier names.
-    call_each, notify_all, notify_rest = call_event_passing_stops, call_event_despite_errors, call_event_after_error
+    # Their names in version 0.2.
+    call_each, notify_all = call_event_passing_stops, call_event_despite_errors
 
     def _find_listeners(self, event: str) -> Iterator[Listener]:
         if event in self.called_first:

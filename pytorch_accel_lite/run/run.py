@@ -333,15 +333,6 @@ class Run:
         return self.config
 
     @property
-    def stepper(self) -> Step:
-        """The earlier name of ``training_step``."""
-        return self.training_step
-
-    @stepper.setter
-    def stepper(self, step: Step) -> None:
-        self.training_step = step
-
-    @property
     def epoch_is_trained(self) -> bool:
         """Whether the steps of the current epoch are done."""
         return self.epoch_phase > EpochPhase.TRAINING
