@@ -27,7 +27,7 @@ from pytorch_accel_lite.loop.resuming import (
 )
 from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.run.error_notes_seam import add_error_notes
-from pytorch_accel_lite.run.parts_of_run import GlobalModes
+from pytorch_accel_lite.run.loop_state import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS

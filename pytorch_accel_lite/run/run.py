@@ -41,12 +41,13 @@ from pytorch_accel_lite.run.events import Phase
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.latest_records import LatestRecords
+from pytorch_accel_lite.run.loop_state import LoopState
 from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory
 from pytorch_accel_lite.run.metrics.losses import LossTrackers
-from pytorch_accel_lite.run.parts_of_run import LoopState, RunSchedule
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run_data import RunData
+from pytorch_accel_lite.run.run_schedule import RunSchedule
 from pytorch_accel_lite.run.skipped_batches import SkippedBatches
 from pytorch_accel_lite.run.step_division import Division
 from pytorch_accel_lite.run.trainer_parts.accelerated_model import PreparedModel
