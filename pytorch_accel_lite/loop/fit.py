@@ -158,7 +158,7 @@ def _set_seeds(trainer: TrainerLike, run: Run) -> None:
 def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     """Prepare the model and the optimizer, and make the config of the run, its accumulation window and its step."""
     had_optimizer = is_created(trainer.optimizer)
-    run.sharding = find_sharding(trainer, run)  # again, as a callback may have sharded the model
+    run.sharding = find_sharding(trainer, run)  # now, as a callback may have sharded the model
     if run.sharding is not None:
         run.sharding.prepare_training(trainer, run, batch_size)
     prepare_model(trainer, training=True)

@@ -256,7 +256,7 @@ class Run:
     trainability: dict[str, dict[str, bool]] = field(default_factory=dict)  # of parameters, after the starting events
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of parameters, by ids
     inference_step: InferenceStep | None = None  # how batches without training are computed, if they may fail
-    sharding: Sharding | None = None  # what the run does differently because its model is or will be sharded
+    sharding: Sharding | None = None  # what a training run does differently, as its model is or will be sharded
 
     @classmethod
     def create(
