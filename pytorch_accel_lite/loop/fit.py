@@ -10,7 +10,6 @@ from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
-from pytorch_accel_lite.base.names.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.random_generators.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.random_generators.seeding import seed_run
 from pytorch_accel_lite.base.user_code import is_from_this_package, is_overridden
@@ -38,6 +37,7 @@ from pytorch_accel_lite.run.latest_records import TrainingRecord
 from pytorch_accel_lite.run.metrics.history import InMemoryRunHistory
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
 from pytorch_accel_lite.run.run_data import DataArguments
 
 
@@ -74,9 +74,8 @@ def configure(trainer: TrainerLike, run: Run) -> None:
     request, callbacks = run.request, trainer.callback_handler.callbacks
     of_users = [one for one in (trainer, *callbacks) if not is_from_this_package(type(one))]
     if of_users and run.ranks.rank == 0:
-        trainer.callback_handler.warn_of_unknown_events()
-        for warn_of_habit in OTHER_LIBRARIES.habits:
-            warn_of_habit(of_users)
+        for check in RUN_CHECKS.of_user_code:
+            check(of_users)
     trainer.callback_handler.configure_run(trainer, request, is_outermost=True)
     if request.auto_microbatch or request.skips_in_evaluation or request.skips_failed_batches:
         choose_inference_step(trainer, run, request)

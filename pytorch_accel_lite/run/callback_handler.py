@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pytorch_accel_lite.base.arguments.constructor_calls import IS_CONSTRUCTED
 from pytorch_accel_lite.base.display.shown_errors import add_note
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
-from pytorch_accel_lite.base.names.unknown_names import events_meant, suggest
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_overridden
 from pytorch_accel_lite.run.changed_losses import AFTER_BACKWARD, AfterBackward
 from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, RunPausedError, StopTrainingError
@@ -143,20 +141,6 @@ class CallbackHandler:
             configure(trainer, request)
         for event in EVENTS:
             self.listeners[event]
-
-    def warn_of_unknown_events(self) -> None:
-        """Warn of methods that are named almost like an event, or like an event of another library."""
-        for kind in dict.fromkeys(map(type, self.callbacks)):
-            for name in dir(kind):
-                is_like_one = name not in EVENTS and (name.startswith("on_") or bool(events_meant(name)))
-                method = getattr(kind, name) if is_like_one else None
-                if callable(method) and not is_from_this_package(method):
-                    hint = suggest(name, [*EVENTS, "state_dict", "load_state_dict"], cutoff=0.88)
-                    if hint:
-                        warn_outside(
-                            f"{kind.__name__}.{name} is not an event of the trainer: it is called only if your program "
-                            f"does.{hint}"
-                        )
 
     def call_event(self, event: str, *args: object, **kwargs: object) -> None:
         """Call an event, which may be your own, on every callback that defines a method of this name.
