@@ -212,11 +212,13 @@ def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
         for index, values in state["state"].items()
     }
     had = [group.keys() for group in groups]
+    before = optimizer.state_dict() if is_created(optimizer) else {}
     optimizer.load_state_dict({**state, "state": sharded})
     # The optimizer's class fills in options that a newer torch has added.
     now = getattr(optimizer, "param_groups", ())
     lost = {key for keys, group in zip(had, now, strict=False) for key in keys - group.keys()}
     if missing := sorted(lost & getattr(optimizer, "defaults", {}).keys()):
+        optimizer.load_state_dict(before)
         raise ValueError(f"it is of another class of optimizers, without {', '.join(missing)}")
     if is_created(optimizer):
         note_rates(optimizer)
