@@ -10,9 +10,7 @@ from pytorch_accel_lite.extensions import data_fingerprints as data_fingerprints
 from pytorch_accel_lite.extensions import error_notes as error_notes  # adds to ERROR_NOTES
 from pytorch_accel_lite.extensions import kept_workers as kept_workers  # fills DATA_MARKS
 from pytorch_accel_lite.extensions import manual_optimization as manual_optimization  # adds to STEP_KINDS
-from pytorch_accel_lite.extensions import (
-    other_libraries as other_libraries,  # fills OTHER_LIBRARIES, adds to RUN_CHECKS
-)
+from pytorch_accel_lite.extensions import other_libraries as other_libraries  # fills OTHER_LIBRARIES
 from pytorch_accel_lite.extensions import plots as plots  # fills PLOTS
 from pytorch_accel_lite.extensions import pretrained as pretrained  # adds to MODEL_FORMS
 from pytorch_accel_lite.extensions import recorded_settings as recorded_settings  # fills SETTINGS_RECORDER
