@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from pytorch_accel_lite.distributed.gradient_sync import average_gradients, no_sync_within_window, sync_ddp_buffers
@@ -18,7 +20,7 @@ from pytorch_accel_lite.optimizers.optimizer_types import CreateScheduler, Train
 from pytorch_accel_lite.optimizers.param_group_options import (
     Options,
     ParamGroup,
-    format_rates,
+    Rate,
     initial_options,
     layer_scales,
     scheduled_options,
@@ -62,3 +64,8 @@ def current_rates(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
         if rate is not None:
             rates[name] = rate.clone() if isinstance(rate, torch.Tensor) else rate
     return rates
+
+
+def format_rates(rates: Sequence[Rate | torch.Tensor]) -> str:
+    """Return learning rates as a text, each once."""
+    return ", ".join(dict.fromkeys("none" if rate is None else f"{rate:.3g}" for rate in rates))

@@ -1,5 +1,12 @@
 """Weights and training states, and writing files."""
 
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from torch import nn
+
 from pytorch_accel_lite.checkpoint.disk.atomic_files import write_bytes
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
@@ -11,7 +18,7 @@ from pytorch_accel_lite.checkpoint.models.frozen_weights import (
     model_checksums,
     weight_checksums,
 )
-from pytorch_accel_lite.checkpoint.models.model_forms import is_of_peft, is_of_timm
+from pytorch_accel_lite.checkpoint.models.model_forms import is_of_peft
 from pytorch_accel_lite.checkpoint.models.supported_engines import (
     check_states_are_possible,
     refuse_engines,
@@ -35,3 +42,8 @@ __all__ = [
     "remove_old_states", "saved_optimizers", "sharded_like", "state_name", "trained_objects",
     "unsaved_attribute_names", "verify_weights", "weight_checksums", "without_compile", "write_bytes",
 ]  # fmt: skip
+
+
+def is_of_timm(model: nn.Module) -> bool:
+    """Whether a model was made by ``timm.create_model``, rather than being a part of such a model."""
+    return "timm" in sys.modules and isinstance(getattr(model, "pretrained_cfg", None), Mapping)

@@ -190,6 +190,7 @@ def test_a_schedule_continues_where_the_run_is_and_ends_with_it(tmp_path, name, 
 
 
 @pytest.mark.thorough
+@pytest.mark.extension("named_schedules")
 def test_a_run_resumed_on_other_processes_resumes_again(tmp_path):
     for name in ("one cycle", "our cosine", "timm's cosine"):
         create, trainer_class = factory_of(name)
