@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+import torch
 from torch import nn
 
 from pytorch_accel_lite.checkpoint.disk.atomic_files import write_bytes
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
-from pytorch_accel_lite.checkpoint.disk.shards import every_part_is_held, find_tensors
+from pytorch_accel_lite.checkpoint.disk.shards import find_tensors, first_holder, is_sharded_tensor
 from pytorch_accel_lite.checkpoint.disk.torch_files import load_plain
 from pytorch_accel_lite.checkpoint.models.frozen_weights import (
     check_has_trainable,
@@ -47,3 +48,16 @@ __all__ = [
 def is_of_timm(model: nn.Module) -> bool:
     """Whether a model was made by ``timm.create_model``, rather than being a part of such a model."""
     return "timm" in sys.modules and isinstance(getattr(model, "pretrained_cfg", None), Mapping)
+
+
+def every_part_is_held(tensor: torch.Tensor, holders: Collection[int]) -> bool:
+    """Whether each part of a tensor is in the memory of a process that is left. One that is not sharded is on all.
+
+    Args:
+        holders: the processes that are left of those in the meshes, by their ranks in these
+    """
+    if not is_sharded_tensor(tensor):
+        return True
+    positions = tensor.device_mesh.mesh
+    coordinates = positions.new_ones(positions.shape).nonzero().tolist()
+    return all(first_holder(tensor, coordinate, holders) is not None for coordinate in coordinates)

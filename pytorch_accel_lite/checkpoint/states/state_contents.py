@@ -18,8 +18,9 @@ from pytorch_accel_lite.base.random_generators.generator_states import capture_g
 from pytorch_accel_lite.base.random_generators.seeding import derive_seed, seed_generators
 from pytorch_accel_lite.base.types import HasStateDict, Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
-from pytorch_accel_lite.checkpoint.disk.safetensors_files import untie
-from pytorch_accel_lite.checkpoint.disk.shards import extract_tensors, fits_safetensors, is_sharded_tensor, local_parts
+from pytorch_accel_lite.checkpoint.disk.extracted_tensors import extract_tensors
+from pytorch_accel_lite.checkpoint.disk.safetensors_files import fits_safetensors, untie
+from pytorch_accel_lite.checkpoint.disk.shards import is_sharded_tensor, local_parts
 from pytorch_accel_lite.checkpoint.disk.torch_files import storable
 from pytorch_accel_lite.checkpoint.models.frozen_weights import describe_other_weights, leave_out_frozen
 from pytorch_accel_lite.checkpoint.models.model_forms import base_of
