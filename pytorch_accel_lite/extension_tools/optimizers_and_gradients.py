@@ -28,16 +28,16 @@ from pytorch_accel_lite.optimizers.param_group_options import (
 )
 from pytorch_accel_lite.run.accumulation import Count, as_weight
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers, set_optimizer_modes
-from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import (
-    all_optimized_parameters,
-    parameters_not_in_model,
-)
-from pytorch_accel_lite.run.trainer_parts.trainer_attributes import (
+from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import (
     all_registered_objects,
     buffers_in,
     other_modules,
     other_optimizers,
+)
+from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers, set_optimizer_modes
+from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import (
+    all_optimized_parameters,
+    parameters_not_in_model,
 )
 from pytorch_accel_lite.steps.clipping import total_norm
 

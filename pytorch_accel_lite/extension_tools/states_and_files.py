@@ -28,7 +28,7 @@ from pytorch_accel_lite.checkpoint.models.supported_engines import (
 from pytorch_accel_lite.checkpoint.models.weights import full_state_dict, sharded_like, verify_weights, without_compile
 from pytorch_accel_lite.checkpoint.states.state_store import remove_old_states, state_name
 from pytorch_accel_lite.checkpoint.stores_by_url import open_store
-from pytorch_accel_lite.run.trainer_parts.trained_beside_model import (
+from pytorch_accel_lite.run.trainer_parts.trained_objects import (
     buffers_beside_model,
     loose_parameters,
     saved_optimizers,

@@ -21,12 +21,12 @@ from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.base.values.tensor_bits import distinct_elements
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_parts.trained_beside_model import trained_objects
-from pytorch_accel_lite.run.trainer_parts.trainer_attributes import (
+from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import (
     all_registered_objects,
     other_modules,
     other_optimizers,
 )
+from pytorch_accel_lite.run.trainer_parts.trained_objects import trained_objects
 
 
 class Snapshot(ExitStack):

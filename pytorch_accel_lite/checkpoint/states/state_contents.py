@@ -24,7 +24,7 @@ from pytorch_accel_lite.checkpoint.disk.shards import is_sharded_tensor, local_p
 from pytorch_accel_lite.checkpoint.disk.torch_files import storable
 from pytorch_accel_lite.checkpoint.models.frozen_weights import describe_other_weights, leave_out_frozen
 from pytorch_accel_lite.checkpoint.models.model_forms import base_of
-from pytorch_accel_lite.checkpoint.models.states_beside_model import (
+from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import (
     load_each,
     load_loss_state,
     load_state,
@@ -55,8 +55,8 @@ from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.request_and_config import DatedStateSource
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.step_division import numbers_of_shares
-from pytorch_accel_lite.run.trainer_parts.trained_beside_model import saved_optimizers
-from pytorch_accel_lite.run.trainer_parts.trainer_attributes import all_registered_objects
+from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import all_registered_objects
+from pytorch_accel_lite.run.trainer_parts.trained_objects import saved_optimizers
 from pytorch_accel_lite.run.training_state import TrainingState
 
 # What a training state keeps, by key: since which version, and what restores it: restore_before_start, before the
