@@ -94,7 +94,7 @@ def capture(
     full = {name: value for name, value in weights.items() if not is_sharded_tensor(value)}
     tensors = {name: value for name, value in full.items() if fits_safetensors(value)}
     shared["model_extra"] = {name: value for name, value in full.items() if name not in tensors}
-    run = trainer.current_run
+    run = trainer.current_run.training
     shared |= trainer.division.capture(trainer.ranks, run.loss_trackers, run.step_metrics)
     large: dict[str, torch.Tensor] = {}
     shared["user_attributes"], own = run.user_attributes.capture(trainer)
@@ -116,7 +116,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
     def gather(state: Tree) -> Tree:
         return state if sharded else full_state_dict(state, is_first)
 
-    run = trainer.current_run
+    run, latest = trainer.current_run.training, trainer.current_run.latest
     callbacks = callbacks_with("state_dict", trainer.callback_handler)
     return {
         **{
@@ -138,20 +138,21 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         "items_per_batch": run.window.items_per_batch,
         # loop/evaluation.py reads them when they begin.
         "evaluations": None if run.evaluation_interval is None else run.evaluation_interval.state_dict(run),
-        _RECORDED_BY_EVALUATE: {name: sorted(numbers) for name, numbers in run.latest.recorded_by_evaluate.items()},
+        _RECORDED_BY_EVALUATE: {name: sorted(numbers) for name, numbers in latest.recorded_by_evaluate.items()},
+        "values_before_interruption": run.values_before_interruption,
         **_position(trainer, is_local=False),
     }
 
 
 def _settings_text(trainer: TrainerLike) -> str:
     """Return the settings of the current run as JSON. A run that saves states has recorded them."""
-    recorded = trainer.current_run.recorded_settings
+    recorded = trainer.current_run.training.recorded_settings
     return json.dumps(settings_recorder().record(trainer, reads_data=False) if recorded is None else recorded)
 
 
 def _collect_local(trainer: TrainerLike) -> StateDict:
     """Return the state of this rank, without the attributes of users."""
-    trackers = trainer.current_run.loss_trackers
+    trackers = trainer.current_run.training.loss_trackers
     return {
         "losses": {name: tracker.state_dict() for name, tracker in trackers.items()},
         "generators": capture_generators(),
@@ -161,7 +162,7 @@ def _collect_local(trainer: TrainerLike) -> StateDict:
 
 def _position(trainer: TrainerLike, is_local: bool) -> StateDict:
     """Return the state that the loader needs to resume, also within an epoch. It may differ between processes."""
-    loader = trainer.current_run.data.train_loader
+    loader = trainer.current_run.training.data.train_loader
     if loader is None or getattr(loader, "has_own_position", None) != is_local:
         return {}
     if not trainer.progress.is_mid_epoch:
@@ -221,7 +222,7 @@ def _is_saved(history: object) -> TypeGuard[HasStateDict]:
 
 def _collect_metadata(trainer: TrainerLike) -> StateDict:
     """Return the facts about the run for the manifest of a state, in JSON types."""
-    run = trainer.current_run
+    run = trainer.current_run.training
     config = {} if trainer.run_config is None else trainer.run_config.to_dict()
     sources = [source for source in run.request.state_sources if isinstance(source, DatedStateSource)]
     return {
@@ -231,7 +232,7 @@ def _collect_metadata(trainer: TrainerLike) -> StateDict:
         "progress": trainer.progress.state_dict(),
         "stop_reason": run.end.reason,
         "stopped_by": run.end.stopped_by,
-        "epoch_phase": 0 if run.end.reason is None else int(run.epoch_phase),
+        "epoch_phase": int(run.epoch_phase),
         "interrupted": run.end.pause is not None,
         "world_size": trainer.accelerator.num_processes,
         "generation": trainer.ranks.generation,
@@ -336,6 +337,7 @@ def _restore_history(trainer: TrainerLike, shared: StateDict) -> None:
     history = trainer.run_history
     if shared["history"] is not None and _is_saved(history):
         history.load_state_dict(shared["history"])
+        trainer.run_history.shorten(shared.get("values_before_interruption", {}))
         trainer.current_run.latest.recorded_by_evaluate |= {
             name: set(numbers) for name, numbers in shared.get(_RECORDED_BY_EVALUATE, {}).items()
         }
