@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.arguments.argument_checks import (
 from pytorch_accel_lite.base.arguments.checked_calls import checked_calls
 from pytorch_accel_lite.base.arguments.constructor_calls import arguments_of, library_attributes
 from pytorch_accel_lite.base.arguments.paths import is_place, parse_location
-from pytorch_accel_lite.base.display.shown_errors import add_note, describe_error, notes_of
+from pytorch_accel_lite.base.display.shown_errors import add_note, notes_of
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.names.unknown_names import did_you_mean, events_meant, suggest
@@ -40,3 +40,9 @@ _ELSEWHERE = re.compile(
 def may_differ(argument: str) -> bool:
     """Return whether an argument, by its name, may differ in a resumed run, as a place or a device may."""
     return is_place(argument) or _ELSEWHERE.fullmatch(argument) is not None
+
+
+def describe_error(error: Exception) -> str:
+    """Return the class and the first line of an error."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1] if 'Original Traceback' in str(error) else lines[0]}"

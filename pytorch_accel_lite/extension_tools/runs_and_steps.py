@@ -1,5 +1,12 @@
 """The parts of a run, for trials and other runs within a run."""
 
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from pytorch_accel_lite.base.modules.sharded_weights import tensor_parallel_size
 from pytorch_accel_lite.loop.extra_passes import loss_of
 from pytorch_accel_lite.loop.fit import prepare_training
@@ -10,7 +17,7 @@ from pytorch_accel_lite.loop.inference import inference, inference_run, unwrappe
 from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.model_setup import prepare_model, release_model
 from pytorch_accel_lite.loop.run_loaders import create_eval_loaders, create_train_loader
-from pytorch_accel_lite.loop.snapshot import preserving_attributes, replaced
+from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.loop.training import run_step
 from pytorch_accel_lite.run.error_notes_seam import add_error_notes, adding_error_notes
 from pytorch_accel_lite.run.run_data import DataArguments
@@ -23,3 +30,23 @@ __all__ = [
     "loss_of", "min_share_for_batch_norm", "prepare_model", "prepare_training", "preserving_attributes",
     "release_model", "replaced", "run_step", "step_after_update", "tensor_parallel_size", "unwrapped_model",
 ]  # fmt: skip
+
+
+@contextmanager
+def preserving_attributes(*owners: object) -> Iterator[None]:
+    """Restore all attributes of objects after a block.
+
+    This includes the contents of lists, dicts, sets and deques, and the states of random generators.
+    """
+    with Snapshot() as before:
+        before.keep_generators_of(owners)
+        for owner in owners:
+            held = dict(vars(owner))
+            before.callback(vars(owner).update, held)
+            before.callback(vars(owner).clear)
+            for value in held.values():
+                if isinstance(value, (list, dict, set, deque)):
+                    add = value.update if isinstance(value, (dict, set)) else value.extend
+                    before.callback(add, copy.copy(value))
+                    before.callback(value.clear)
+        yield

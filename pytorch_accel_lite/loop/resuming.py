@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pytorch_accel_lite.base.types import JsonObject
-from pytorch_accel_lite.checkpoint.models.states_beside_model import describe_attributes
+from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import describe_attributes
 from pytorch_accel_lite.checkpoint.models.trainability import note_trainability
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
 from pytorch_accel_lite.checkpoint.states.state_contents import restore_after_start, restore_again, restore_before_start

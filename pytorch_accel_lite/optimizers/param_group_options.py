@@ -47,11 +47,6 @@ def learning_rates(optimizer: Optimizer, name: str = "lr") -> list[Rate]:
     return [to_number(group.get(name, group.get("lr"))) for group in optimizer.param_groups]
 
 
-def format_rates(rates: Sequence[Rate | torch.Tensor]) -> str:
-    """Return learning rates as a text, each once."""
-    return ", ".join(dict.fromkeys("none" if rate is None else f"{rate:.3g}" for rate in rates))
-
-
 def scheduled_options(optimizer: Optimizer) -> Options:
     """Return the current values of the options that schedules change, or have changed."""
     names = [

@@ -31,6 +31,7 @@ FACADE = {
     "pytorch_accel_lite.data",
     "pytorch_accel_lite.optimizers",
     "pytorch_accel_lite.schedulers",
+    "pytorch_accel_lite.schedulers.cosine_scheduler",
     "pytorch_accel_lite.schedulers.wsd_scheduler",
 }
 #: From the bottom up: each imports only those before it. Other files re-export, or are for extensions alone.

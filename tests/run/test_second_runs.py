@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, ExponentialLR,
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues, schedulers
 from pytorch_accel_lite.callbacks import RunPausedError, SaveTrainingStateCallback
-from pytorch_accel_lite.schedulers import CosineLrScheduler
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, world_size
 from tests.small_models import (
@@ -61,9 +60,9 @@ SCHEDULES = [
     partial(LinearLR, start_factor=0.1, total_iters=TOTAL),
     partial(ExponentialLR, gamma=0.1),
     partial(LambdaLR, lr_lambda=lambda update: 0.5**update),
-    CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=0.5),
 ]
 if "WSDLrScheduler" in schedulers.__all__:  # otherwise its extension has been deleted
+    SCHEDULES.append(schedulers.CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=0.5))
     SCHEDULES.append(schedulers.WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0.5, decay_phase_ratio=0.5))
 
 

@@ -12,8 +12,8 @@ from pytorch_accel_lite.base.modules.quantised_weights import all_plain_parts
 from pytorch_accel_lite.base.modules.unwrapping import unwrap
 from pytorch_accel_lite.base.values.tensor_bits import sums_of_bits
 from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_modules
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import all_optimized_parameters, updated_parameters
-from pytorch_accel_lite.run.trainer_parts.trainer_attributes import other_modules
 
 _MAX_NAMED = 4  # parameters named in a message
 _ON_PURPOSE = "Pass check_replicas=False to the Trainer if the weights are supposed to differ."

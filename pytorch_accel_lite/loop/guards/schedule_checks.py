@@ -13,7 +13,7 @@ from pytorch_accel_lite.optimizers.optimizer_parts import follows_metric, schedu
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerScheduler
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.trainer_parts.trainer_attributes import other_optimizers
+from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_optimizers
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.schedulers.placeholders import Placeholder
 
