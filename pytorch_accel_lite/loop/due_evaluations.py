@@ -46,6 +46,7 @@ def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) ->
         stopped = stop
     if inner.epoch_phase == EpochPhase.EVALUATED:
         interval.advance(run)
+        run.counts_before_evaluation = None
         step_within_epoch(trainer)
     if stopped is not None:
         raise stopped

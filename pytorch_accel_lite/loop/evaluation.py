@@ -27,7 +27,7 @@ from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.error_notes_seam import adding_error_notes
 from pytorch_accel_lite.run.latest_records import EvaluationRecord
-from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory, count_values
+from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory, count_values, counts_before_growth
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
@@ -74,6 +74,8 @@ def evaluate_all(trainer: TrainerLike, run: Run, kind: EvaluationKind) -> dict[s
     data = run.data
     losses: dict[str, float] = {}
     loaders = data.eval_loaders or {"": data.required_eval_loader}
+    if kind is EvaluationKind.OF_RUN:
+        run.training.counts_before_evaluation = count_values(trainer.run_history)
     try:
         for number, (name, loader) in enumerate(loaders.items(), 1):
             prefix = f"{name}_" if name else ""
@@ -94,6 +96,8 @@ def evaluate_all(trainer: TrainerLike, run: Run, kind: EvaluationKind) -> dict[s
     finally:
         data.eval_dataset_name = None
         run.completes_evaluation = False
+    if kind is EvaluationKind.OF_RUN:
+        run.training.counts_before_evaluation = None
     return losses
 
 
@@ -248,8 +252,7 @@ def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, MetricValue]]
     try:
         yield latest
     finally:
-        counts = count_values(history)
-        before = {name: counts_before.get(name, 0) for name in counts if counts[name] > counts_before.get(name, 0)}
+        before = counts_before_growth(history, counts_before)
         latest.update((name, history.get_latest_metric(name)) for name in before)
         if outer is not None:
             history.shorten({name: before[name] for name in before.keys() & outer.request.metrics.evaluated})

@@ -52,12 +52,19 @@ def begin_resuming(trainer: TrainerLike, run: Run) -> None:
 
 @contextmanager
 def ending_resumption_at_latest(trainer: TrainerLike, run: Run) -> Iterator[None]:
-    """End the resumption after the loop of a run, if no epoch has: nothing was left to do, or an event stopped it."""
+    """End the resumption after the loop of a run, if no epoch has: nothing was left to do, or an event stopped it.
+
+    If the run was stopped within an epoch, the losses of this epoch are recorded as they were then.
+    """
     stopped: StopTrainingError | None = None
     try:
         yield
     except StopTrainingError as stop:
         stopped = stop
+    if run.resumed is not None and run.end.reason is not None and not run.epoch_is_trained:
+        run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
+        end_resuming(trainer, run)
+        run.record_interrupted_epoch(trainer.run_history)
     end_resuming(trainer, run)
     if stopped is not None:
         raise stopped

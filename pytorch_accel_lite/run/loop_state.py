@@ -39,6 +39,8 @@ class LoopState:
         must_warm_up_ddp: whether ``DistributedDataParallel`` still has to arrange its gradients
         must_compare_replicas: whether the first update still has to be compared between the processes
         without_gradient: the parameters that had no gradient on this process in the first update
+        must_sync_at_start: whether the processes synchronise at the start of the next step, because a callback of a
+            resumed run may stop it there: the saved run had come to the stop, but not ended yet
     """
 
     uses_builtin_loop: bool = False
@@ -47,3 +49,4 @@ class LoopState:
     must_warm_up_ddp: bool = False
     must_compare_replicas: bool = False
     without_gradient: list[nn.Parameter] = field(default_factory=list)
+    must_sync_at_start: bool = False

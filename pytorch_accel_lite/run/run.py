@@ -42,7 +42,7 @@ from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.latest_records import LatestRecords
 from pytorch_accel_lite.run.loop_state import LoopState
-from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory
+from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory, counts_before_growth
 from pytorch_accel_lite.run.metrics.losses import LossTrackers
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
@@ -249,7 +249,8 @@ class Run:
 
     # For the trainer only.
     ended_training: Run | None = None  # the training before this evaluation or prediction
-    values_before_interruption: dict[str, int] = field(default_factory=dict)  # numbers of values, by metric
+    counts_before_evaluation: dict[str, int] | None = None  # numbers of values, by metric, within an evaluation
+    counts_before_interruption: dict[str, int] = field(default_factory=dict)  # of metrics that are to be recorded again
     previous: Run | None = None  # the run that is current again when this one ends
     recorded_settings: StateDict | None = None  # recorded in training states; on the main process, if it saves states
     loop: LoopState = field(default_factory=LoopState)  # what only the loop needs to know
@@ -435,19 +436,28 @@ class Run:
         history.record_means(means, name)
         self.recorded_losses = means
 
-    def record_interrupted_epoch(self, history: RunHistory) -> None:
-        """Record the mean losses of an epoch that was not completed. Call it on every process.
+    def counts_to_resume_from(self, history: RunHistory) -> dict[str, int]:
+        """Return how many values some metrics had before those that a run resumed from here records again.
 
-        A run that resumes from here removes them again, as it completes the epoch.
+        These are the values of an evaluation that is not complete, and the losses of an interrupted epoch.
         """
+        before = self.counts_before_evaluation
+        if before is None or self.epoch_phase == EpochPhase.EVALUATED:
+            return self.counts_before_interruption
+        return counts_before_growth(history, before) | self.counts_before_interruption
+
+    def record_interrupted_epoch(self, history: RunHistory) -> None:
+        """Record the mean losses of an epoch that was not completed. Call it on every process."""
         losses = self.unrecorded_losses
         self.unrecorded_losses = None
+        self.counts_before_interruption = self.counts_to_resume_from(history)
+        self.counts_before_evaluation = None
         if losses is None or not self.progress.is_mid_epoch:
             return
         if any(weight for _, weight in losses.summed(self.data.ranks).values()):
             name = "train_{}_epoch"
             means = losses.means(self.data.ranks, name)
-            self.values_before_interruption = {metric: len(history.get_metric_values(metric)) for metric in means}
+            self.counts_before_interruption |= {metric: len(history.get_metric_values(metric)) for metric in means}
             history.record_means(means, name)
 
 

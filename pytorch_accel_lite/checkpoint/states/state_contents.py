@@ -139,7 +139,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         # loop/evaluation.py reads them when they begin.
         "evaluations": None if run.evaluation_interval is None else run.evaluation_interval.state_dict(run),
         _RECORDED_BY_EVALUATE: {name: sorted(numbers) for name, numbers in latest.recorded_by_evaluate.items()},
-        "values_before_interruption": run.values_before_interruption,
+        "counts_to_resume_from": run.counts_to_resume_from(trainer.run_history),
         **_position(trainer, is_local=False),
     }
 
@@ -337,7 +337,7 @@ def _restore_history(trainer: TrainerLike, shared: StateDict) -> None:
     history = trainer.run_history
     if shared["history"] is not None and _is_saved(history):
         history.load_state_dict(shared["history"])
-        trainer.run_history.shorten(shared.get("values_before_interruption", {}))
+        trainer.run_history.shorten(shared.get("counts_to_resume_from", {}))
         trainer.current_run.latest.recorded_by_evaluate |= {
             name: set(numbers) for name, numbers in shared.get(_RECORDED_BY_EVALUATE, {}).items()
         }

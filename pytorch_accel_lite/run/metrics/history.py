@@ -225,6 +225,11 @@ def count_values(history: RunHistory) -> dict[str, int]:
     return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
 
 
+def counts_before_growth(history: RunHistory, counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the earlier number of values, from ``count_values()``, of each metric that has more values now."""
+    return {name: counts.get(name, 0) for name, now in count_values(history).items() if now > counts.get(name, 0)}
+
+
 class NewMetrics:
     """The metrics that were recorded since the last ``take()``.
 
