@@ -19,15 +19,16 @@ from pytorch_accel_lite.base.arguments.paths import is_place, parse_location
 from pytorch_accel_lite.base.display.shown_errors import add_note, notes_of
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
-from pytorch_accel_lite.base.names.unknown_names import did_you_mean
+from pytorch_accel_lite.base.names.unknown_names import did_you_mean, events_meant, suggest
 from pytorch_accel_lite.base.optional_packages import install_command
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_in_this_package, is_overridden
 
 __all__ = [
     "add_note", "arguments_of", "check_bool", "check_choice", "check_int", "check_positive_int",
-    "check_positive_number", "check_range", "checked_by", "describe_error", "did_you_mean", "install_command",
-    "is_from_this_package", "is_in_this_package", "is_overridden", "library_attributes", "may_differ",
-    "missing_extension_text", "notes_of", "optional", "parse_location", "checked_calls", "warn_outside",
+    "check_positive_number", "check_range", "checked_by", "describe_error", "did_you_mean", "events_meant",
+    "install_command", "is_from_this_package", "is_in_this_package", "is_overridden", "library_attributes",
+    "may_differ", "missing_extension_text", "notes_of", "optional", "parse_location", "checked_calls", "suggest",
+    "warn_outside",
 ]  # fmt: skip
 
 #: Names of arguments for devices, parts of a job, and data.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, TextIO
 
 from tqdm import tqdm
 
 from pytorch_accel_lite.base.display.escaping import escape_unprintable
 from pytorch_accel_lite.base.display.formatting import is_terminal, listed, wrapped
-from pytorch_accel_lite.base.display.reprs import html_table, short_repr
-from pytorch_accel_lite.base.display.templates import Column, render
+from pytorch_accel_lite.base.display.reprs import short_repr
 from pytorch_accel_lite.base.values.plain_values import as_number_or_text, as_plain, to_number
+from pytorch_accel_lite.extension_tools.templates import Column, render
 
 __all__ = [
     "Column", "Report", "align", "as_number_or_text",
@@ -52,6 +52,21 @@ class Report:
 
     def _repr_html_(self) -> str:
         return html_table(self.summary(), self.rows(), notes=self.notes())
+
+
+def html_table(
+    title: str,
+    rows: Iterable[Sequence[object]],
+    columns: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    bold: Iterable[tuple[int, int]] = (),
+) -> str:
+    """Return an HTML table; without ``columns``, the rows are names and values.
+
+    Args:
+        bold: rows and columns of the cells to be shown in bold
+    """
+    return render("table.html", title=title, rows=list(rows), columns=columns, notes=notes, bold=set(bold))
 
 
 def align(rows: Sequence[Sequence[str]], num_left: int = 0) -> list[str]:

@@ -39,10 +39,9 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     trainer.current_run = run
     try:
         with ExitStack() as run.cleanup, _applying_settings(trainer), _begun_together(trainer, run, call):
-            run.sharding = find_sharding(trainer, run)
             if run.outer is None:
-                if run.sharding is not None:
-                    run.sharding.begin_run(trainer, run)
+                if (sharding := find_sharding(trainer, run)) is not None:
+                    sharding.begin_run(trainer, run)
                 check_model_has_values(trainer)
             yield
         shutdown.record_end(failed=False)

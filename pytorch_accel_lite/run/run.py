@@ -41,12 +41,13 @@ from pytorch_accel_lite.run.events import Phase
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.latest_records import LatestRecords
+from pytorch_accel_lite.run.loop_state import LoopState
 from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory
 from pytorch_accel_lite.run.metrics.losses import LossTrackers
-from pytorch_accel_lite.run.parts_of_run import LoopState, RunSchedule
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run_data import RunData
+from pytorch_accel_lite.run.run_schedule import RunSchedule
 from pytorch_accel_lite.run.skipped_batches import SkippedBatches
 from pytorch_accel_lite.run.step_division import Division
 from pytorch_accel_lite.run.trainer_parts.accelerated_model import PreparedModel
@@ -257,7 +258,7 @@ class Run:
     trainability: dict[str, dict[str, bool]] = field(default_factory=dict)  # of parameters, after the starting events
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of parameters, by ids
     inference_step: InferenceStep | None = None  # how batches without training are computed, if they may fail
-    sharding: Sharding | None = None  # what the run does differently because its model is or will be sharded
+    sharding: Sharding | None = None  # what a training run does differently, as its model is or will be sharded
 
     @classmethod
     def create(
@@ -342,15 +343,6 @@ class Run:
         if self.config is None:
             raise RuntimeError("There is no run_config before train() or evaluate() has been called.")
         return self.config
-
-    @property
-    def stepper(self) -> Step:
-        """The earlier name of ``training_step``."""
-        return self.training_step
-
-    @stepper.setter
-    def stepper(self, step: Step) -> None:
-        self.training_step = step
 
     @property
     def epoch_is_trained(self) -> bool:

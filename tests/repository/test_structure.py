@@ -253,6 +253,12 @@ def test_each_test_file_has_a_docstring_and_no_long_name():
         assert max(map(len, re.findall(r"def (test_\w+)", text)), default=0) <= 60, path
 
 
+def test_the_readme_of_the_tests_names_each_helper():
+    tests = ROOT / "tests"
+    named = set(re.findall(r"`(\w+\.py)`", (tests / "README.md").read_text()))
+    assert named == {path.name for path in tests.glob("*.py")} - {"__init__.py"}
+
+
 def test_attribute_comments_have_one_marker():
     for path in PACKAGE.rglob("*.py"):
         assert not re.search(r"#:.*#:", path.read_text()), path

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
     LambdaLR,
     LinearLR,
     OneCycleLR,
@@ -354,3 +355,14 @@ def test_a_schedule_continues_on_other_numbers_of_processes(tmp_path, job, name)
         rest = EPOCHS * whole.per_epoch - 2 * whole.per_epoch
         assert found["rates"][-rest:] == pytest.approx(whole.rates[-rest:], rel=1e-12)
         assert found["last"] == pytest.approx(whole.last_rate, rel=1e-12, abs=1e-15)
+
+
+def test_a_run_resumes_right_before_and_after_a_warm_restart(tmp_path):
+    restarts = partial(CosineAnnealingWarmRestarts, T_0=PER_EPOCH)
+    saved = trained_with(restarts, 5, 1, tmp_path / "saved", save_every=1)
+    per_epoch = saved.per_epoch
+    for update in (per_epoch - 1, per_epoch, per_epoch + 1, 2 * per_epoch - 1):
+        for batch in (3, 10, 30):
+            state = saved.states / f"update-{update:09d}"
+            trained = trained_with(restarts, batch, 1, tmp_path / f"{update}-{batch}", resume=state)
+            assert trained.last_rate == pytest.approx(0.1)  # it ends where the next restart begins

@@ -87,13 +87,10 @@ def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Fingerprint]) 
             f"until each parameter has one. {_UNUSED} {_ON_PURPOSE}"
         )
     return (
-        "Likely causes: a step that calls the bare module or a part of it, parameters that were unfrozen during "
-        f"the run without rewrap_model(), or a module that is trained besides the model: each of these {bypasses} "
-        "To average the gradients of an additional module, call self.accelerator.prepare(module). Or the loss does not "
-        f"depend on all parameters: torch averages no gradients until each parameter has one. {_UNUSED} Other "
-        "causes: modules with different weights on each process, optimizers whose settings a callback changes on some "
-        "of them, or weights that the model draws in its first forward pass: call it once "
-        f"before the run, after torch.manual_seed. {_ON_PURPOSE}"
+        "Likely causes: a step that calls the bare module or a part of it, or parameters that were unfrozen during the "
+        f"run without rewrap_model(): each of these {bypasses} To average the gradients of a module that is trained "
+        "besides the model, call self.accelerator.prepare(module). If the model draws weights in its first forward "
+        f"pass, call it once before the run, after torch.manual_seed. {_ON_PURPOSE}"
     )
 
 
