@@ -7,7 +7,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
+from typing import TypeGuard
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -28,6 +30,8 @@ from pytorch_accel_lite.run.trainer_parts.trainer_attributes import (
     other_modules,
     other_optimizers,
 )
+
+_MOST_ELEMENTS = 64  # of a container whose elements are kept, too
 
 
 class Snapshot(ExitStack):
@@ -125,6 +129,17 @@ class StepSnapshot(Snapshot):
                 parameter.grad = gradient
 
 
+def _with_parts(value: object) -> Iterable[object]:
+    """Return a value and the elements of a short container. The elements of long ones are hardly changed in place."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, deque)) else ()
+    return chain([value], parts if len(parts) <= _MOST_ELEMENTS else ())
+
+
+def _is_plain_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a tensor that a step may change in place, and no result that still has its graph."""
+    return type(value) is torch.Tensor and value.layout is torch.strided and value.grad_fn is None and not value.is_meta
+
+
 def _copy_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
     if tensor.is_inference():  # torch refuses to change it
         return
@@ -146,7 +161,8 @@ def replaced(owner: object, **values: object) -> Iterator[None]:
 def preserving_attributes(*owners: object) -> Iterator[None]:
     """Restore all attributes of objects after a block.
 
-    This includes the contents of lists, dicts, sets and deques, and the states of random generators.
+    This includes the contents of lists, dicts, sets and deques, of tensors and arrays, also in short lists and dicts,
+    and the states of random generators.
     """
     with Snapshot() as before:
         before.keep_generators_of(owners)
@@ -154,6 +170,11 @@ def preserving_attributes(*owners: object) -> Iterator[None]:
             held = dict(vars(owner))
             before.callback(vars(owner).update, held)
             before.callback(vars(owner).clear)
+            for part in chain.from_iterable(map(_with_parts, held.values())):
+                if _is_plain_tensor(part):
+                    before.keep_tensors([part])
+                elif type(part) is np.ndarray and part.flags.writeable:
+                    before.callback(np.copyto, part, part.copy())
             for value in held.values():
                 if isinstance(value, (list, dict, set, deque)):
                     add = value.update if isinstance(value, (dict, set)) else value.extend
