@@ -8,7 +8,7 @@ Attributes that differ between the processes are kept for each process.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
@@ -32,8 +32,8 @@ from pytorch_accel_lite.extensions.user_attributes.module_attributes import (
     encoder_of,
     owners_in_modules,
     place_of,
-    saved_with_modules,
     shares_memory_with_weights,
+    with_modules,
 )
 from pytorch_accel_lite.extensions.user_attributes.plain_objects import (
     Decoder,
@@ -90,7 +90,9 @@ class KeptAttributes(UserAttributes):
 
     def note_modules(self, trainer: TrainerLike) -> None:
         """Note the attributes of modules that have not been noted yet, before a run changes them."""
-        self._in_modules.note_created(trainer)
+        owners = owners_in_modules(trainer)
+        if owners:
+            self._in_modules.note_created(owners, with_modules(owners, saved_elsewhere(trainer)))
 
     # ------------------------------------------------------------------------------------------------ saving
 
@@ -116,7 +118,7 @@ class KeptAttributes(UserAttributes):
             if key in self._changed or _is_kept_anyway(node):
                 kept.add(key)
             encoder.pack()
-        self._capture_modules(trainer, nodes, digests, kept)
+        self._capture_modules(trainer, is_saved, nodes, digests, kept)
         kept, own = (kept, set()) if is_alone else _agree_on_kept(trainer, kept, digests)
         of_all: StateDict = {
             "kept": _by_owner({key: nodes[key] for key in nodes if key in kept - own}),
@@ -132,11 +134,17 @@ class KeptAttributes(UserAttributes):
         return of_all, _by_owner({key: nodes[key] for key in nodes if key in own})
 
     def _capture_modules(
-        self, trainer: TrainerLike, nodes: dict[Key, Node], digests: dict[Key, str | None], kept: set[Key]
+        self,
+        trainer: TrainerLike,
+        is_saved: Callable[[object], bool],
+        nodes: dict[Key, Node],
+        digests: dict[Key, str | None],
+        kept: set[Key],
     ) -> None:
         """Add the attributes of modules that the run has changed to the nodes of users' attributes."""
-        is_saved = saved_with_modules(trainer)
-        for key, value in self._in_modules.changed(trainer):
+        owners = owners_in_modules(trainer)
+        is_saved = with_modules(owners, is_saved)
+        for key, value in self._in_modules.changed(owners, is_saved):
             encoder = encoder_of(value, is_saved)
             node = encoder.encode(value, path_of(key))
             if not holds_nothing(node):
@@ -145,7 +153,7 @@ class KeptAttributes(UserAttributes):
                 self._changed.add(key)
                 kept.add(key)
                 encoder.pack()
-        self.note_modules(trainer)  # those that the run has created meanwhile
+        self._in_modules.note_created(owners, is_saved)  # those that the run has created meanwhile
 
     def describe_unsaved(self, trainer: TrainerLike) -> str:
         """Return a description of the parts of users' attributes that states cannot hold; an empty text without any."""
@@ -223,7 +231,7 @@ class KeptAttributes(UserAttributes):
         if is_final:
             self._restore_settings(trainer, saved, owners)
             if saved.get("has_modules"):
-                self._in_modules.reset_unchanged(trainer, self.names_in(saved))
+                self._in_modules.reset_unchanged(owners_in_modules(trainer), self.names_in(saved))
             _say_what_is_lost(saved, own, lost, source)
             self._say_what_differs(trainer, saved)
 

@@ -12,12 +12,7 @@ from torch import nn
 
 from pytorch_accel_lite.extending import TrainerLike
 from pytorch_accel_lite.extension_tools.states_and_files import trained_objects
-from pytorch_accel_lite.extensions.user_attributes.attribute_owners import (
-    Key,
-    attributes_of_users,
-    path_of,
-    saved_elsewhere,
-)
+from pytorch_accel_lite.extensions.user_attributes.attribute_owners import Key, attributes_of_users, path_of
 from pytorch_accel_lite.extensions.user_attributes.plain_objects import (
     SCALARS,
     Encoder,
@@ -54,19 +49,17 @@ class ModuleAttributes:
         self._owners: set[str] = set()  # those whose attributes have been noted
         self._changed: set[Key] = set()  # known to have changed
 
-    def note_created(self, trainer: TrainerLike) -> None:
-        """Note the attributes of modules that have not been noted yet."""
-        owners = owners_in_modules(trainer)
+    def note_created(self, owners: Mapping[str, object], is_saved: Callable[[object], bool]) -> None:
+        """Note the attributes of modules, or of those among them that have not been noted yet."""
         new = {name: owner for name, owner in owners.items() if name not in self._owners}
         self._owners |= new.keys()
-        digest_of = _digest_with(saved_with_modules(trainer))
+        digest_of = _digest_with(is_saved)
         for key, value in _attributes(new):
             self._created[key] = _Created(value, _version(value), digest_of(value, key))
 
-    def changed(self, trainer: TrainerLike) -> Iterator[tuple[Key, object]]:
-        """Yield the attributes that the run has changed or created."""
-        owners = owners_in_modules(trainer)
-        digest_of = _digest_with(saved_with_modules(trainer))
+    def changed(self, owners: Mapping[str, object], is_saved: Callable[[object], bool]) -> Iterator[tuple[Key, object]]:
+        """Yield the attributes that the run has changed or created, of modules that have been noted."""
+        digest_of = _digest_with(is_saved)
         for key, value in _attributes({name: owner for name, owner in owners.items() if name in self._owners}):
             if key in self._changed or self._has_changed(key, value, digest_of):
                 self._changed.add(key)
@@ -91,9 +84,8 @@ class ModuleAttributes:
         found = digest_of(value, key)
         return found is not None and created.digest is not None and found != created.digest
 
-    def reset_unchanged(self, trainer: TrainerLike, kept: set[Key]) -> None:
+    def reset_unchanged(self, owners: Mapping[str, object], kept: set[Key]) -> None:
         """Reset settings that the saved run had not changed to their created values: events may have changed them."""
-        owners = owners_in_modules(trainer)
         for key, created in self._created.items():
             name, attribute = key
             if key not in kept and name in owners and type(created.value) in SCALARS:
@@ -160,11 +152,10 @@ def _attributes(owners: Mapping[str, object]) -> Iterator[tuple[Key, object]]:
             yield (owner_name, name), value
 
 
-def saved_with_modules(trainer: TrainerLike) -> Callable[[object], bool]:
-    """Return whether an object is a module with kept attributes, its weight, or saved elsewhere in a state."""
-    is_saved = saved_elsewhere(trainer)
+def with_modules(owners: Mapping[str, object], is_saved: Callable[[object], bool]) -> Callable[[object], bool]:
+    """Return whether an object is one of these modules or their weights, or is saved elsewhere in a state."""
     ids: set[int] = set()
-    for owner in owners_in_modules(trainer).values():
+    for owner in owners.values():
         ids.add(id(owner))
         for part in ("_parameters", "_buffers"):
             ids.update(id(weight) for weight in vars(owner).get(part, {}).values() if weight is not None)

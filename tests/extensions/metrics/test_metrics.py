@@ -325,6 +325,18 @@ def test_metrics_that_wrap_others_resume_exactly_too(tmp_path, create):
     assert run() == run(resume_from=tmp_path / "update-000000002")
 
 
+def test_extremes_of_earlier_epochs_are_resumed(tmp_path):
+    def run(**kwargs: Any) -> dict[str, Any]:
+        metrics = MetricsCallback({"m": MinMaxMetric(MeanSquaredError())}, train=True)
+        saver = SaveTrainingStateCallback(tmp_path, save_every_n_epochs=1)
+        trainer = train(make_trainer([metrics, saver], seed=0), epochs=3, eval_dataset=make_data(), **kwargs)
+        return trainer.run_history.to_dict()
+
+    whole = run()
+    assert whole["max"][-1] > whole["raw"][-1]
+    assert run(resume_from=sorted(tmp_path.glob("update-*"))[1]) == whole
+
+
 def test_a_metric_may_give_a_plain_number():
     class Rounded(MeanSquaredError):
         def compute(self):
