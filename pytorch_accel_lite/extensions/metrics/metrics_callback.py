@@ -353,8 +353,8 @@ def _lasting(metrics: MetricCollection) -> StateDict:
     """Return the attributes of metrics that no ``reset()`` resets, such as the extremes of ``MinMaxMetric``."""
     found: StateDict = {}
     for path, part in metrics.named_modules():
-        states = getattr(part, "metric_state", {})
-        held = {name: value for name, value in vars(part).items() if name not in {*states, "training"} and name[0] != "_"}
+        left_out = {*getattr(part, "metric_state", {}), "training"}
+        held = {name: value for name, value in vars(part).items() if name not in left_out and name[0] != "_"}
         kinds = (bool, int, float, torch.Tensor)
         found[path] = {name: _to_cpu(value) for name, value in held.items() if type(value) in kinds}
     return found
