@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pytorch_accel_lite.base.formatting import listed
+from pytorch_accel_lite.base.display.formatting import listed
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors
@@ -30,7 +30,7 @@ from pytorch_accel_lite.checkpoint.disk.torch_files import map_nested
 from pytorch_accel_lite.checkpoint.models.model_forms import read_in_form
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
-from pytorch_accel_lite.optimizers.param_group_options import note_rates
+from pytorch_accel_lite.optimizers.param_group_options import note_options
 from pytorch_accel_lite.run.run import TrainerLike
 
 #: The file of a model's weights in a directory, and the index of a large model's files, as on the Hugging Face Hub.
@@ -228,14 +228,16 @@ def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
         for index, values in state["state"].items()
     }
     had = [group.keys() for group in groups]
+    before = optimizer.state_dict() if is_created(optimizer) else {}
     optimizer.load_state_dict({**state, "state": sharded})
     # The optimizer's class fills in options that a newer torch has added.
     now = getattr(optimizer, "param_groups", ())
     lost = {key for keys, group in zip(had, now, strict=False) for key in keys - group.keys()}
     if missing := sorted(lost & getattr(optimizer, "defaults", {}).keys()):
+        optimizer.load_state_dict(before)
         raise ValueError(f"it is of another class of optimizers, without {', '.join(missing)}")
     if is_created(optimizer):
-        note_rates(optimizer)
+        note_options(optimizer)
 
 
 def sharded_like(like: torch.Tensor | None, value: Tree) -> Tree:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from accelerate import PartialState
 
-from pytorch_accel_lite.base.reachable_objects import RandomGenerator, is_generator, reachable_from
+from pytorch_accel_lite.base.random_generators.reachable_objects import RandomGenerator, is_generator, reachable_from
 from pytorch_accel_lite.base.types import StateDict
 
 
@@ -83,17 +83,6 @@ def find_held_generators(roots: Iterable[object], in_loaders: bool = False) -> l
     usual = (random.random, np.random.random_sample)  # methods of the global generators
     excluded = {id(torch.default_generator), *(id(getattr(method, "__self__", None)) for method in usual)}
     return [item for item in reachable_from(roots, in_loaders) if is_generator(item) and id(item) not in excluded]
-
-
-@contextmanager
-def preserving_held_generators(generators: Iterable[RandomGenerator]) -> Iterator[None]:
-    """Restore the states of generators from ``find_held_generators()`` after a block."""
-    states = [(generator, state_of_generator(generator)) for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            restore_generator(generator, state)
 
 
 def state_of_generator(generator: RandomGenerator) -> object:
