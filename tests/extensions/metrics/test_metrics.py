@@ -705,6 +705,29 @@ def test_pixel_targets_are_not_used_as_labels(shape):
         trainer.evaluate(data)
 
 
+def test_classes_in_the_last_dimension_have_advice_that_works():
+    pytest.importorskip("transformers")
+    from transformers import BertConfig, BertForTokenClassification
+
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertForTokenClassification(BertConfig(**sizes, intermediate_size=8, num_labels=3))
+    data = [{"input_ids": torch.arange(4), "labels": torch.tensor([-100, 0, 1, 2])}] * 5
+
+    def evaluated(metrics: MetricsCallback) -> dict[str, float]:
+        return Trainer(model, None, None, callbacks=[metrics]).evaluate(data)
+
+    with pytest.raises(ValueError, match="Classes are expected in dimension 1, not in the last"):
+        evaluated(MetricsCallback("accuracy"))
+
+    def by_token(batch: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return output["model_outputs"].logits.flatten(0, 1), batch["labels"].flatten()
+
+    found = evaluated(MetricsCallback("accuracy", by_token, ignore_index=-100))
+    with torch.no_grad():
+        classes = model.eval()(data[0]["input_ids"][None]).logits.argmax(-1)[0, 1:]
+    assert found["accuracy"] == pytest.approx((classes == torch.arange(3)).double().mean().item())
+
+
 def test_outputs_not_of_a_classifier_are_an_error_with_advice():
     trainer = make_trainer(
         metrics="accuracy", model=nn.Sequential(nn.Linear(4, 2)), loss_func=lambda *args: args[0].sum()
