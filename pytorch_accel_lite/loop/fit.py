@@ -117,6 +117,7 @@ def find_state_to_resume(trainer: TrainerLike, run: Run, resume_from: str | os.P
         check_history(trainer.run_history)
     if saves_states or run.request.paths:
         run.user_attributes.note_created(trainer)
+    run.user_attributes.note_modules(trainer)
     if resume_from is not None:
         run.resumed = find_state(trainer, run.request.state_sources, resume_from)
 

@@ -115,11 +115,8 @@ def print_state_contents(trainer: TrainerLike, run: Run) -> None:
     for described in (describe_attributes(trainer), run.user_attributes.describe_unsaved(trainer)):
         if described:
             trainer.print(described)
-    if obstacle := getattr(run.data.train_loader, "obstacle", ""):
-        trainer.print(
-            "If this run is interrupted, the resumed one will not see the same training data as it would have without "
-            f"the interruption: {obstacle}."
-        )
+    if note := getattr(run.data.train_loader, "resuming_note", ""):
+        trainer.print(note)
 
 
 def _is_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:

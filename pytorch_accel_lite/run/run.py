@@ -649,7 +649,7 @@ SHARDING: Slot[Sharding] = Slot("sharding")
 
 
 class UserAttributes:
-    """What users hold in attributes of trainers and callbacks, in the training states of a run.
+    """What users hold in attributes of trainers, callbacks and modules, in the training states of a run.
 
     This class keeps none of them. An extension fills ``USER_ATTRIBUTES`` with a subclass that does.
 
@@ -662,6 +662,9 @@ class UserAttributes:
 
     def note_created(self, trainer: TrainerLike) -> None:
         """Note what the program has created, before a run that may save or resume changes it."""
+
+    def note_modules(self, trainer: TrainerLike) -> None:
+        """Note the attributes of the model and other modules before any run, as it may save without having said so."""
 
     def capture(self, trainer: TrainerLike) -> tuple[StateDict, StateDict]:
         """Return the states of the attributes: those of all processes, and those of this process. A collective."""

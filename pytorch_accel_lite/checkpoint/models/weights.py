@@ -103,6 +103,9 @@ def fit_model_state(
         # Lazy layers have no shape before their first batch, and extra state never has one.
         if isinstance(local[key], torch.Tensor) and not is_lazy(local[key]) and state[key].shape != local[key].shape
     }
+    if shapes:
+        of_any_shape = _prefixes_of_any_shape(model)
+        shapes = {key: text for key, text in shapes.items() if key.rpartition(".")[0] not in of_any_shape}
     problems = {
         "missing in the checkpoint": local.keys() - state.keys() - set(frozen_left_out),
         "not in the model": (state.keys() | set(frozen_left_out)) - local.keys(),
@@ -121,6 +124,19 @@ def fit_model_state(
     fitted = OrderedDict((names[key], sharded_like(local[key], state[key])) for key in fitting)
     vars(fitted)["_metadata"] = getattr(current, "_metadata", {})  # some modules need the versions in it
     return fitted
+
+
+def _prefixes_of_any_shape(model: nn.Module) -> set[str]:
+    """Return the names of modules that load their own entries, which may then have any shape.
+
+    The observers of quantization-aware training do so, for example. Those of ``torch.nn`` take only their own shapes.
+    """
+
+    def loads_itself(module: nn.Module) -> bool:
+        defining = next(kind for kind in type(module).__mro__ if "_load_from_state_dict" in vars(kind))
+        return not defining.__module__.startswith("torch.nn.")
+
+    return {name.replace(_COMPILED, "") for name, module in model.named_modules() if loads_itself(module)}
 
 
 def _without_wrappers(state: StateDict, model_names: Mapping[str, object]) -> StateDict:
