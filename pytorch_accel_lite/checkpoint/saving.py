@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from pytorch_accel_lite.base.argument_checks import check_dict
 from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, file_path, name_of, parse_location
@@ -81,7 +82,7 @@ def save_checkpoint(
         target = file_path("save_path", save_path, "a checkpoint")
     else:
         save_per_node = False
-    kwargs = dict(checkpoint_kwargs or {})
+    kwargs = check_dict("checkpoint_kwargs", checkpoint_kwargs)
     trainer.ranks.repeatable(
         lambda: _attempt_to_save_checkpoint(
             trainer, target, kwargs, save_optimizer, save_scheduler, save_per_node, trainable_only
@@ -282,7 +283,7 @@ def save_training_state(
     with _timed(trainer):
         if writer is not None:
             writer.wait()  # the new copy reuses the writer's memory
-        kwargs = dict(checkpoint_kwargs or {})
+        kwargs = check_dict("checkpoint_kwargs", checkpoint_kwargs)
 
         def write(ranks: Ranks, captured: CapturedState) -> None:
             write_state(location, ranks, captured)

@@ -10,6 +10,7 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from pytorch_accel_lite.base.argument_checks import check_names
 from pytorch_accel_lite.base.formatting import format_metric
 from pytorch_accel_lite.base.optional_packages import import_extra
 from pytorch_accel_lite.base.reprs import html_table, join_wrapped
@@ -416,6 +417,8 @@ class InMemoryRunHistory(RunHistory):
         if metrics is None:
             recorded = [name for name, values in self._metrics.items() if len(self._apart.get(name, ())) < len(values)]
             metrics = recorded or self._metrics
+        else:
+            metrics = check_names("metrics", metrics)
         result = {}
         for name in metrics:
             self.get_latest_metric(name)  # raises an error that lists the recorded metrics
