@@ -3,8 +3,8 @@
 Yours may use them, too. ``extension_tools/`` has the functions and types that extensions share, by subject.
 """
 
+from pytorch_accel_lite.base.names.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.types import JsonObject
-from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.checkpoint.disk.atomic_files import FENCES
 from pytorch_accel_lite.checkpoint.disk.checksums import verify as verify_tensors
 from pytorch_accel_lite.checkpoint.disk.locks import lock_path

@@ -15,18 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite import registered_extensions as registered_extensions  # fills the seams
-from pytorch_accel_lite.base.checked_calls import checked_calls
-from pytorch_accel_lite.base.constructor_calls import LIBRARY_ATTRIBUTES
-from pytorch_accel_lite.base.devices import launched_on_cpus
+from pytorch_accel_lite.base.arguments.checked_calls import checked_calls
+from pytorch_accel_lite.base.arguments.constructor_calls import LIBRARY_ATTRIBUTES
+from pytorch_accel_lite.base.arguments.paths import PathOrFile, StrPath
+from pytorch_accel_lite.base.display.reprs import join_wrapped, short_repr
+from pytorch_accel_lite.base.machine.devices import launched_on_cpus
 from pytorch_accel_lite.base.missing_extensions import add_missing_method_errors
-from pytorch_accel_lite.base.module_modes import without_gradients
-from pytorch_accel_lite.base.paths import PathOrFile, StrPath
-from pytorch_accel_lite.base.reprs import join_wrapped, short_repr
-from pytorch_accel_lite.base.reserved_names import Shadowable, check_subclass, reserved
-from pytorch_accel_lite.base.sharded_weights import is_sharded
-from pytorch_accel_lite.base.trainer_help import names_for_users, presented
+from pytorch_accel_lite.base.modules.module_modes import without_gradients
+from pytorch_accel_lite.base.modules.sharded_weights import is_sharded
+from pytorch_accel_lite.base.modules.unwrapping import unwrap
+from pytorch_accel_lite.base.names.reserved_names import Shadowable, check_subclass, reserved
+from pytorch_accel_lite.base.names.trainer_help import names_for_users, presented
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
-from pytorch_accel_lite.base.unwrapping import unwrap
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     LogMetricsCallback,

@@ -6,14 +6,14 @@ import math
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
-from pytorch_accel_lite.base.argument_checks import (
+from pytorch_accel_lite.base.arguments.argument_checks import (
     check_choice,
     check_number,
     check_positive_int,
     check_positive_number,
 )
-from pytorch_accel_lite.base.checked_calls import checked_calls
-from pytorch_accel_lite.base.formatting import wrapped
+from pytorch_accel_lite.base.arguments.checked_calls import checked_calls
+from pytorch_accel_lite.base.display.formatting import wrapped
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.run.ending.stop_errors import RunPausedError, StopTrainingError

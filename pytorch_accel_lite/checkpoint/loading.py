@@ -8,9 +8,9 @@ from typing import IO
 
 from torch import nn
 
-from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, name_of, parse_location
+from pytorch_accel_lite.base.arguments.paths import PathOrFile, StrPath, check_open_file, name_of, parse_location
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN, read_checkpoint
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
 from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks

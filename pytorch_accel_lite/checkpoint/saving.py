@@ -11,12 +11,19 @@ from pathlib import Path
 
 import torch
 
-from pytorch_accel_lite.base.argument_checks import check_dict
-from pytorch_accel_lite.base.formatting import listed
+from pytorch_accel_lite.base.arguments.argument_checks import check_dict
+from pytorch_accel_lite.base.arguments.paths import (
+    PathOrFile,
+    StrPath,
+    check_open_file,
+    file_path,
+    name_of,
+    parse_location,
+)
+from pytorch_accel_lite.base.display.formatting import listed
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
-from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, file_path, name_of, parse_location
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.atomic_files import replacing
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN, write_checkpoint
@@ -269,12 +276,12 @@ def save_training_state(
 ) -> None:
     """Carry out ``Trainer.save_training_state()``."""
     location = parse_location(output_dir, "output_dir")
-    if not trainer.current_run.window.is_between_updates:
+    if not trainer.current_run.training.window.is_between_updates:
         raise RuntimeError(
             "A training state can only be saved between updates. Save it in on_train_step_checkpoint or "
             "on_epoch_checkpoint."
         )
-    if trainer.progress.is_mid_epoch and trainer.current_run.data.seed is None:
+    if trainer.progress.is_mid_epoch and trainer.current_run.training.data.seed is None:
         raise RuntimeError(
             "The order of this epoch does not follow from a seed, so a run could not resume in the middle of it. Give "
             "the trainer a seed or a SaveTrainingStateCallback, or save in on_epoch_checkpoint."

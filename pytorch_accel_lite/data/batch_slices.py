@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from accelerate.utils.operations import honor_type
 
-from pytorch_accel_lite.base.nested_data import is_dataclass, parts_in
 from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.base.values.nested_data import is_dataclass, parts_in
 from pytorch_accel_lite.data.batch_size import is_as_long
 from pytorch_accel_lite.data.sources import BatchData, find_length
 

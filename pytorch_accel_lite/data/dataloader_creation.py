@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from pytorch_accel_lite.base.cpu_cores import cores_per_process
+from pytorch_accel_lite.base.machine.cpu_cores import cores_per_process
 from pytorch_accel_lite.data.named_datasets import NamedDatasets
 from pytorch_accel_lite.data.reading import inner_datasets, reads_batches, tensors_in_memory
 from pytorch_accel_lite.data.sources import CollateFunction, OwnShard, Source, TrainingOrder, is_loader

@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from pytorch_accel_lite.base.reachable_objects import nested_in
-from pytorch_accel_lite.base.seeding import derive_seed, draw_seed, seed_generators
-from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.random_generators.reachable_objects import nested_in
+from pytorch_accel_lite.base.random_generators.seeding import derive_seed, draw_seed, seed_generators
 from pytorch_accel_lite.data.batches import Batch, Share
 from pytorch_accel_lite.data.data_marks_seam import Marks, marks_of
 from pytorch_accel_lite.data.loader_base import FailedRead, LoaderOptions, ShardedLoader

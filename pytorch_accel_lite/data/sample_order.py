@@ -12,13 +12,18 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
-from pytorch_accel_lite.base.generator_states import (
+from pytorch_accel_lite.base.random_generators.generator_states import (
     capture_generators,
     find_held_generators,
     preserving_generators,
     restore_generators,
 )
-from pytorch_accel_lite.base.seeding import derive_seed, draw_seed, seed_generators, seed_held_generators
+from pytorch_accel_lite.base.random_generators.seeding import (
+    derive_seed,
+    draw_seed,
+    seed_generators,
+    seed_held_generators,
+)
 from pytorch_accel_lite.data.sampler_order_checks import PASS_OWN_SHARD, check_same_order
 from pytorch_accel_lite.data.sources import Index, SamplerLike, find_length
 from pytorch_accel_lite.distributed import Ranks

@@ -8,10 +8,10 @@ import numbers
 import torch
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.cpu_cores import cores_per_process
-from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
-from pytorch_accel_lite.base.reachable_objects import is_a, nested_in, parts_held, reachable_from
-from pytorch_accel_lite.base.reprs import short_repr
+from pytorch_accel_lite.base.display.reprs import short_repr
+from pytorch_accel_lite.base.machine.cpu_cores import cores_per_process
+from pytorch_accel_lite.base.random_generators.reachable_objects import is_a, nested_in, parts_held, reachable_from
+from pytorch_accel_lite.base.values.nested_data import parts_in, tensors_in
 from pytorch_accel_lite.data.batch_adapter import (
     IGNORED_LABEL,
     TARGET_KEYS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
-from pytorch_accel_lite.base.devices import (
+from pytorch_accel_lite.base.machine.devices import (
     AsyncCopy,
     accumulation_dtype,
     is_asynchronous,
@@ -13,17 +13,22 @@ from pytorch_accel_lite.base.devices import (
     record_event,
     to_float,
 )
-from pytorch_accel_lite.base.mixed_precision import mixed_precision
-from pytorch_accel_lite.base.module_modes import evaluation_mode, keep_in_eval, preserving_modes, release_from_eval
-from pytorch_accel_lite.base.quantised_weights import (
+from pytorch_accel_lite.base.modules.mixed_precision import mixed_precision
+from pytorch_accel_lite.base.modules.module_modes import (
+    evaluation_mode,
+    keep_in_eval,
+    preserving_modes,
+    release_from_eval,
+)
+from pytorch_accel_lite.base.modules.quantised_weights import (
     is_frozen_and_quantised,
     is_quantised_by,
     plain_parts,
     quantised_entries,
 )
-from pytorch_accel_lite.base.sharded_weights import are_sharded, local_shard, reshard
+from pytorch_accel_lite.base.modules.sharded_weights import are_sharded, local_shard, reshard
+from pytorch_accel_lite.base.modules.unwrapping import class_of, unsharded_class, unwrap
 from pytorch_accel_lite.base.types import ChosenModules
-from pytorch_accel_lite.base.unwrapping import class_of, unsharded_class, unwrap
 
 __all__ = [
     "AsyncCopy", "ChosenModules", "accumulation_dtype", "are_sharded", "capacity_of", "class_of", "evaluation_mode",

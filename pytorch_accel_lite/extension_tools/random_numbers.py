@@ -1,7 +1,7 @@
 """Seeds and generators: deriving, finding, capturing and restoring them."""
 
-from pytorch_accel_lite.base.deterministic_kernels import deterministic_kernels
-from pytorch_accel_lite.base.generator_states import (
+from pytorch_accel_lite.base.machine.deterministic_kernels import deterministic_kernels
+from pytorch_accel_lite.base.random_generators.generator_states import (
     capture_generators,
     find_held_generators,
     modules_with_generators,
@@ -11,8 +11,8 @@ from pytorch_accel_lite.base.generator_states import (
     restore_generators,
     state_of_generator,
 )
-from pytorch_accel_lite.base.reachable_objects import RandomGenerator
-from pytorch_accel_lite.base.seeding import (
+from pytorch_accel_lite.base.random_generators.reachable_objects import RandomGenerator
+from pytorch_accel_lite.base.random_generators.seeding import (
     derive_seed,
     draw_seed,
     generator_with,

@@ -1,6 +1,6 @@
 """The parts of a run, for trials and other runs within a run."""
 
-from pytorch_accel_lite.base.sharded_weights import tensor_parallel_size
+from pytorch_accel_lite.base.modules.sharded_weights import tensor_parallel_size
 from pytorch_accel_lite.loop.extra_passes import loss_of
 from pytorch_accel_lite.loop.fit import prepare_training
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm

@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from tqdm import tqdm
 
-from pytorch_accel_lite.base.escaping import escape_unprintable
-from pytorch_accel_lite.base.formatting import listed, wrapped
-from pytorch_accel_lite.base.plain_values import as_number_or_text, as_plain, to_number
-from pytorch_accel_lite.base.reprs import html_table, short_repr
-from pytorch_accel_lite.base.templates import Column, render
-from pytorch_accel_lite.base.terminals_and_notebooks import in_notebook, is_terminal, shows_live
+from pytorch_accel_lite.base.display.escaping import escape_unprintable
+from pytorch_accel_lite.base.display.formatting import listed, wrapped
+from pytorch_accel_lite.base.display.reprs import html_table, short_repr
+from pytorch_accel_lite.base.display.templates import Column, render
+from pytorch_accel_lite.base.display.terminals_and_notebooks import in_notebook, is_terminal, shows_live
+from pytorch_accel_lite.base.values.plain_values import as_number_or_text, as_plain, to_number
 
 __all__ = [
     "Column", "Report", "align", "as_number_or_text",

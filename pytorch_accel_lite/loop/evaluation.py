@@ -12,10 +12,10 @@ from functools import partial
 
 from torch import nn
 
-from pytorch_accel_lite.base.generator_states import preserving_generators
-from pytorch_accel_lite.base.module_modes import preserving_modes
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.modules.module_modes import preserving_modes
+from pytorch_accel_lite.base.random_generators.generator_states import preserving_generators
 from pytorch_accel_lite.base.user_code import is_overridden
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers

@@ -9,12 +9,12 @@ import torch
 from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.argument_checks import refuse_class
-from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
-from pytorch_accel_lite.base.seeding import seed_run
-from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
+from pytorch_accel_lite.base.arguments.argument_checks import refuse_class
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.names.unknown_names import OTHER_LIBRARIES
+from pytorch_accel_lite.base.random_generators.generator_states import capture_generators, restore_generators
+from pytorch_accel_lite.base.random_generators.seeding import seed_run
 from pytorch_accel_lite.base.user_code import is_from_this_package, is_overridden
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.locks import lock_path
 from pytorch_accel_lite.checkpoint.state_to_resume import find_state
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder

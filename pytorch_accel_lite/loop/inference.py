@@ -10,12 +10,12 @@ from typing import TypeAlias
 
 import torch
 
-from pytorch_accel_lite.base.generator_states import preserving_generators
-from pytorch_accel_lite.base.mixed_precision import mixed_precision
-from pytorch_accel_lite.base.sharded_weights import reshard
+from pytorch_accel_lite.base.modules.mixed_precision import mixed_precision
+from pytorch_accel_lite.base.modules.sharded_weights import reshard
+from pytorch_accel_lite.base.modules.unwrapping import unwrap
+from pytorch_accel_lite.base.random_generators.generator_states import preserving_generators
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.base.unwrapping import unwrap
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.sources import BatchData

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Literal
 
-from pytorch_accel_lite.base.deterministic_kernels import deterministic_kernels
-from pytorch_accel_lite.base.formatting import wrapped
-from pytorch_accel_lite.base.sharded_weights import tensor_parallel_size
+from pytorch_accel_lite.base.display.formatting import wrapped
+from pytorch_accel_lite.base.machine.deterministic_kernels import deterministic_kernels
+from pytorch_accel_lite.base.modules.sharded_weights import tensor_parallel_size
 from pytorch_accel_lite.distributed import shutdown
 from pytorch_accel_lite.distributed.accelerator import in_effect
 from pytorch_accel_lite.distributed.job_observers_seam import observed

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from pytorch_accel_lite.base.devices import is_asynchronous, record_event
-from pytorch_accel_lite.base.formatting import listed
-from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
-from pytorch_accel_lite.base.module_modes import evaluation_mode
-from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
+from pytorch_accel_lite.base.display.formatting import listed
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.machine.devices import is_asynchronous, record_event
+from pytorch_accel_lite.base.modules.module_modes import evaluation_mode
+from pytorch_accel_lite.base.random_generators.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.types import StateDict, Tree
-from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.base.values.nested_data import parts_in, tensors_in
 from pytorch_accel_lite.data.batch_size import infer_batch_size
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.concatenation import Concatenation, ListOfSamples, concatenate, to_cpu

@@ -11,15 +11,15 @@ from itertools import chain
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.generator_states import (
+from pytorch_accel_lite.base.random_generators.generator_states import (
     capture_generators,
     restore_generator,
     restore_generators,
     state_of_generator,
 )
-from pytorch_accel_lite.base.reachable_objects import is_generator
-from pytorch_accel_lite.base.tensor_bits import distinct_elements
+from pytorch_accel_lite.base.random_generators.reachable_objects import is_generator
 from pytorch_accel_lite.base.types import HasStateDict
+from pytorch_accel_lite.base.values.tensor_bits import distinct_elements
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.trained_beside_model import trained_objects

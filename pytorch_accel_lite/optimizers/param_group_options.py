@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.plain_values import to_number
+from pytorch_accel_lite.base.values.plain_values import to_number
 from pytorch_accel_lite.optimizers.optimizer_parts import parts_of_optimizer
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 

@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pytorch_accel_lite.base.constructor_calls import IS_CONSTRUCTED
-from pytorch_accel_lite.base.shown_errors import add_note
-from pytorch_accel_lite.base.unknown_names import events_meant, suggest
+from pytorch_accel_lite.base.arguments.constructor_calls import IS_CONSTRUCTED
+from pytorch_accel_lite.base.display.shown_errors import add_note
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.names.unknown_names import events_meant, suggest
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_overridden
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, RunPausedError, StopTrainingError
 from pytorch_accel_lite.run.events import EVENTS, TrainerCallback, events_between, keywords_of

@@ -19,9 +19,9 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pytorch_accel_lite.base.formatting import listed
+from pytorch_accel_lite.base.arguments.paths import PathOrFile, StrPath
+from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
-from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.user_code import overridden_methods
@@ -247,6 +247,8 @@ class Run:
     latest: LatestRecords = field(default_factory=LatestRecords)
 
     # For the trainer only.
+    ended_training: Run | None = None  # the training before this evaluation or prediction
+    values_before_interruption: dict[str, int] = field(default_factory=dict)  # numbers of values, by metric
     previous: Run | None = None  # the run that is current again when this one ends
     recorded_settings: StateDict | None = None  # recorded in training states; on the main process, if it saves states
     loop: LoopState = field(default_factory=LoopState)  # what only the loop needs to know
@@ -315,7 +317,16 @@ class Run:
         run.data.train_loader = run.data.train_loader_kwargs = None
         run.control = StopCoordinator(self.ranks)
         run.end.reason = None
+        run.ended_training = self.ended_training or self
         return run
+
+    @property
+    def training(self) -> Run:
+        """The training that this run is, is within, or comes after, of which a training state holds the state."""
+        outermost = self
+        while outermost.outer is not None:
+            outermost = outermost.outer
+        return outermost.ended_training or outermost
 
     def drop_previous(self) -> None:
         """Free the previous run and its data: this run has started, and remains the trainer's run after its end."""
@@ -433,14 +444,19 @@ class Run:
         self.recorded_losses = means
 
     def record_interrupted_epoch(self, history: RunHistory) -> None:
-        """Record the mean losses of an epoch that was not completed. Call it on every process."""
+        """Record the mean losses of an epoch that was not completed. Call it on every process.
+
+        A run that resumes from here removes them again, as it completes the epoch.
+        """
         losses = self.unrecorded_losses
         self.unrecorded_losses = None
         if losses is None or not self.progress.is_mid_epoch:
             return
         if any(weight for _, weight in losses.summed(self.data.ranks).values()):
             name = "train_{}_epoch"
-            history.record_means(losses.means(self.data.ranks, name), name)
+            means = losses.means(self.data.ranks, name)
+            self.values_before_interruption = {metric: len(history.get_metric_values(metric)) for metric in means}
+            history.record_means(means, name)
 
 
 class TrainerLike(Protocol):

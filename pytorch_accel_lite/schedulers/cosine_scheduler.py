@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from pytorch_accel_lite.base.argument_checks import check_positive_int, check_range, optional
-from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.base.arguments.argument_checks import check_positive_int, check_range, optional
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.schedulers.scheduler_base import RUN_EPOCHS, UPDATES_PER_EPOCH, PlannedLrScheduler
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.argument_checks import check_positive_int
+from pytorch_accel_lite.base.arguments.argument_checks import check_positive_int
 from pytorch_accel_lite.optimizers.optimizer_types import CreateScheduler
 from pytorch_accel_lite.schedulers.placeholders import replace_trainer_placeholder_values
 from pytorch_accel_lite.schedulers.schedule_arguments import ScheduleName, resolve_names

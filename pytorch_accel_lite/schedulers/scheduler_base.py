@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from pytorch_accel_lite.base.plain_values import to_number
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.values.plain_values import to_number
 from pytorch_accel_lite.optimizers.param_group_options import layer_scales, set_option
 from pytorch_accel_lite.schedulers.placeholders import TrainerPlaceholderValues, Unresolved
 

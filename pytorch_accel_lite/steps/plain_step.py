@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.mixed_precision import mixed_precision
+from pytorch_accel_lite.base.modules.mixed_precision import mixed_precision
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 from pytorch_accel_lite.data.step_outputs import as_scalars, check_loss, complete_output, total_loss

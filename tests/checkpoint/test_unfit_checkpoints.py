@@ -15,7 +15,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from tests.checkpoint.small_checkpoints import Holder, save_file, trained
-from tests.small_models import equal_weights, make_model, make_trainer, same_bits, weights
+from tests.small_models import equal_weights, make_data, make_model, make_trainer, same_bits, train, weights
 
 
 def refuse_file(path: Path, error: type[Exception], match: str, trainer: Trainer | None = None, **kwargs: Any) -> str:
@@ -40,6 +40,19 @@ def test_keys_and_shapes_that_do_not_fit_are_all_listed(tmp_path):
     assert "missing in the checkpoint: 2.bias" in message
     assert "not in the model: 4.gamma" in message
     assert "0.weight (checkpoint (8, 5), model (8, 4))" in message
+
+
+def test_a_refused_state_of_another_optimizer_changes_nothing(tmp_path):
+    train(make_trainer()).save_checkpoint(tmp_path / "sgd.pt")
+    model = make_model(0)
+    trainer = make_trainer(model=model, optimizer=torch.optim.Adam(model.parameters(), 0.01), seed=0)
+    trainer.train(make_data(), 1, per_device_batch_size=4)
+    before = copy.deepcopy(trainer.optimizer.state_dict())
+    with pytest.raises(ValueError, match="of another class of optimizers, without betas, eps"):
+        trainer.load_checkpoint(tmp_path / "sgd.pt")
+    assert same_bits(trainer.optimizer.state_dict(), before)
+    trainer.load_checkpoint(tmp_path / "sgd.pt", load_optimizer=False)
+    trainer.train(make_data(), 1, per_device_batch_size=4)
 
 
 def test_a_prefix_hides_no_other_mismatch_of_a_file(tmp_path):

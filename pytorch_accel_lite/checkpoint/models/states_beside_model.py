@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from pytorch_accel_lite.base.paths import StrPath
+from pytorch_accel_lite.base.arguments.paths import StrPath
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.models.trainability import lacks_groups
 from pytorch_accel_lite.checkpoint.models.weights import (
     fit_model_state,

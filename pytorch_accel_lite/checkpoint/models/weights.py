@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pytorch_accel_lite.base.formatting import listed
+from pytorch_accel_lite.base.display.formatting import listed
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors
@@ -212,11 +212,13 @@ def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
         for index, values in state["state"].items()
     }
     had = [group.keys() for group in groups]
+    before = optimizer.state_dict() if is_created(optimizer) else {}
     optimizer.load_state_dict({**state, "state": sharded})
     # The optimizer's class fills in options that a newer torch has added.
     now = getattr(optimizer, "param_groups", ())
     lost = {key for keys, group in zip(had, now, strict=False) for key in keys - group.keys()}
     if missing := sorted(lost & getattr(optimizer, "defaults", {}).keys()):
+        optimizer.load_state_dict(before)
         raise ValueError(f"it is of another class of optimizers, without {', '.join(missing)}")
     if is_created(optimizer):
         note_rates(optimizer)

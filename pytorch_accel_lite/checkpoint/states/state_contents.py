@@ -12,11 +12,11 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from pytorch_accel_lite.base.formatting import listed
-from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
-from pytorch_accel_lite.base.seeding import derive_seed, seed_generators
+from pytorch_accel_lite.base.display.formatting import listed
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.random_generators.generator_states import capture_generators, restore_generators
+from pytorch_accel_lite.base.random_generators.seeding import derive_seed, seed_generators
 from pytorch_accel_lite.base.types import HasStateDict, Keys, StateDict, Tree
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import untie
 from pytorch_accel_lite.checkpoint.disk.shards import extract_tensors, fits_safetensors, is_sharded_tensor, local_parts
@@ -90,6 +90,7 @@ SHARED_KEYS = {
     "own_items_per_batch": ("0.3", "restore_before_start, by ManualStep"),
     "skipped_updates": ("0.3", "restore_before_start, by Step"),
     "set_apart": ("0.3", "restore_before_start, as recorded_by_evaluate, with the history"),
+    "values_before_interruption": ("0.3", "restore_before_start, with the history"),
     "evaluations": ("0.3", "loop/evaluation.py, when they begin"),
     "trainability": ("0.3", "restore_after_start: which parameters are trained"),
     "user_attributes": ("0.3", "both, by UserAttributes"),
@@ -129,7 +130,7 @@ def capture(
     full = {name: value for name, value in weights.items() if not is_sharded_tensor(value)}
     tensors = {name: value for name, value in full.items() if fits_safetensors(value)}
     shared["model_extra"] = {name: value for name, value in full.items() if name not in tensors}
-    run = trainer.current_run
+    run = trainer.current_run.training
     shared |= trainer.division.capture(trainer.ranks, run.loss_trackers, run.step_metrics)
     large: dict[str, torch.Tensor] = {}
     shared["user_attributes"], own = run.user_attributes.capture(trainer)
@@ -151,7 +152,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
     def gather(state: Tree) -> Tree:
         return state if sharded else full_state_dict(state, is_first)
 
-    run = trainer.current_run
+    run, latest = trainer.current_run.training, trainer.current_run.latest
     callbacks = callbacks_with("state_dict", trainer.callback_handler)
     return {
         **{
@@ -172,20 +173,21 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         "schedule_shift": run.schedule.shift,
         "items_per_batch": run.window.items_per_batch,
         "evaluations": None if run.evaluation_interval is None else run.evaluation_interval.state_dict(run),
-        "set_apart": {name: sorted(numbers) for name, numbers in run.latest.recorded_by_evaluate.items()},
+        "set_apart": {name: sorted(numbers) for name, numbers in latest.recorded_by_evaluate.items()},
+        "values_before_interruption": run.values_before_interruption,
         **_position(trainer, is_local=False),
     }
 
 
 def _settings_text(trainer: TrainerLike) -> str:
     """Return the settings of the current run as JSON. A run that saves states has recorded them."""
-    recorded = trainer.current_run.recorded_settings
+    recorded = trainer.current_run.training.recorded_settings
     return json.dumps(settings_recorder().record(trainer, reads_data=False) if recorded is None else recorded)
 
 
 def _collect_local(trainer: TrainerLike) -> StateDict:
     """Return the state of this rank, without the attributes of users."""
-    trackers = trainer.current_run.loss_trackers
+    trackers = trainer.current_run.training.loss_trackers
     return {
         "losses": {name: tracker.state_dict() for name, tracker in trackers.items()},
         "generators": capture_generators(),
@@ -195,7 +197,7 @@ def _collect_local(trainer: TrainerLike) -> StateDict:
 
 def _position(trainer: TrainerLike, is_local: bool) -> StateDict:
     """Return the state that the loader needs to resume, also within an epoch. It may differ between processes."""
-    loader = trainer.current_run.data.train_loader
+    loader = trainer.current_run.training.data.train_loader
     if loader is None or getattr(loader, "has_own_position", None) != is_local:
         return {}
     if not trainer.progress.is_mid_epoch:
@@ -255,7 +257,7 @@ def _is_saved(history: object) -> TypeGuard[HasStateDict]:
 
 def _collect_metadata(trainer: TrainerLike) -> StateDict:
     """Return the facts about the run for the manifest of a state, in JSON types."""
-    run = trainer.current_run
+    run = trainer.current_run.training
     config = {} if trainer.run_config is None else trainer.run_config.to_dict()
     sources = [source for source in run.request.state_sources if isinstance(source, DatedStateSource)]
     return {
@@ -265,7 +267,7 @@ def _collect_metadata(trainer: TrainerLike) -> StateDict:
         "progress": trainer.progress.state_dict(),
         "stop_reason": run.end.reason,
         "stopped_by": run.end.stopped_by,
-        "epoch_phase": 0 if run.end.reason is None else int(run.epoch_phase),
+        "epoch_phase": int(run.epoch_phase),
         "interrupted": run.end.pause is not None,
         "world_size": trainer.accelerator.num_processes,
         "generation": trainer.ranks.generation,
@@ -370,6 +372,7 @@ def _restore_history(trainer: TrainerLike, shared: StateDict) -> None:
     history = trainer.run_history
     if shared["history"] is not None and _is_saved(history):
         history.load_state_dict(shared["history"])
+        trainer.run_history.shorten(shared.get("values_before_interruption", {}))
         trainer.current_run.latest.recorded_by_evaluate |= {
             name: set(numbers) for name, numbers in shared.get("set_apart", {}).items()
         }

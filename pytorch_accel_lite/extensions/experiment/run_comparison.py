@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pytorch_accel_lite.checkpoint import file_path, write_text
-from pytorch_accel_lite.extension_tools.metrics_and_callbacks import is_monitor
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import is_loss, is_monitor
 from pytorch_accel_lite.extension_tools.texts_and_pages import Column, render
 from pytorch_accel_lite.extensions.experiment.results import Results, text_table
 from pytorch_accel_lite.extensions.experiment.run_folders import RecordedRun, find_runs
@@ -184,7 +184,7 @@ def compare_runs(
                 f"directions has {name!r} (on the command line: --maximize or --minimize), but no run has such a "
                 f"metric.{suggest(name, names)}"
             )
-    greater_is_better: dict[str, bool] = {name: False for name in names if "loss" in name}
+    greater_is_better: dict[str, bool] = {name: False for name in names if is_loss(name)}
     for run in runs:
         greater_is_better |= run.directions
     greater_is_better |= directions or {}

@@ -18,7 +18,13 @@ from pytorch_accel_lite.extension_tools.metrics_and_callbacks import default_tra
 from pytorch_accel_lite.extension_tools.plain_types import StateDict, Tree
 from pytorch_accel_lite.extension_tools.processes import Ranks
 from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
-from pytorch_accel_lite.extensions.metrics.metrics_by_name import Classification, NamedMetric
+from pytorch_accel_lite.extensions.metrics.metrics_by_name import (
+    Classification,
+    NamedMetric,
+    as_labels,
+    gives_logits,
+    with_shape_of_targets,
+)
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -81,7 +87,9 @@ class MetricsCallback(TrainerCallback):
         #: Metrics to create once the first outputs show the classifier's task.
         self._pending: dict[str, NamedMetric] = {}
         self._classification: Classification | None = None
+        self._named: set[str] = set()
         if isinstance(named, dict):
+            self._named = {name for name, metric in named.items() if isinstance(metric, NamedMetric)}
             self._pending = {name: m for name, m in named.items() if isinstance(m, NamedMetric) and m.needs_task}
             known = {name: m for name, m in named.items() if name not in self._pending}
             named = {name: m.create() if isinstance(m, NamedMetric) else m for name, m in known.items()}
@@ -104,10 +112,12 @@ class MetricsCallback(TrainerCallback):
         self.only = None if only is None else list(only)
         self._ranks: Ranks | None = None
         self._trainer: TrainerLike | None = None
+        self._gives_logits = False
         #: The updated copies of each collection, by the number of a share; the collection itself without shares.
         self._copies: dict[int, dict[int, MetricCollection]] = {}
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
+        self._gives_logits = gives_logits(trainer.loss_func)
         metrics = dict(self.metrics.items())
         directions = {name: getattr(metric, "higher_is_better", None) for name, metric in metrics.items()}
         directions |= {name: metric.higher_is_better for name, metric in self._pending.items()}
@@ -176,6 +186,7 @@ class MetricsCallback(TrainerCallback):
             copies.add_metrics({name: metric.create(classification) for name, metric in self._pending.items()})
             copies.to(trainer.device)
         copies.reset()
+        self._gives_logits = gives_logits(trainer.loss_func)
         self._update(copies, batch, batch_output)
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -242,9 +253,10 @@ class MetricsCallback(TrainerCallback):
         if batch_output["batch_size"] == 0:  # a filler batch, which only keeps the processes in step
             return
         with torch.no_grad():
-            arguments = self.transform(batch, batch_output)
+            given = self.transform(batch, batch_output)
             members: Iterable[tuple[str, Metric]] = torch.nn.ModuleDict.items(metrics)
             for name, metric in members:  # without the keyword filter of the collection's update()
+                arguments = self._completed(given, metric) if name in self._named else given
                 try:
                     metric.update(*arguments)
                 except Exception as error:
@@ -253,6 +265,17 @@ class MetricsCallback(TrainerCallback):
                     kind = type(metric).__name__ + (f"(num_classes={classes})" if isinstance(classes, int) else "")
                     add_note(error, f"In the metric {name!r}, a {kind}, updated with {values}.")
                     raise
+
+    def _completed(self, arguments: tuple[Tree, ...], metric: Metric) -> tuple[Tree, ...]:
+        """Return the arguments of a metric by name, which for binary labels are probabilities and integers.
+
+        torchmetrics takes logits for probabilities in batches in which all lie between 0 and 1.
+        """
+        predictions, targets, *others = with_shape_of_targets(*arguments)
+        if type(metric).__name__.startswith(("Binary", "Multilabel")) and self.transform is default_transform:
+            predictions = torch.sigmoid(predictions) if self._gives_logits else predictions
+            targets = as_labels(targets)
+        return (predictions, targets, *others)
 
     def _record(self, trainer: TrainerLike, metrics: MetricCollection, prefix: str) -> None:
         if self._must_agree:

@@ -8,10 +8,10 @@ import sys
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite.base.argument_checks import check_positive_int, refuse_class
-from pytorch_accel_lite.base.reprs import short_repr
-from pytorch_accel_lite.base.shown_errors import add_note
-from pytorch_accel_lite.base.unknown_names import did_you_mean
+from pytorch_accel_lite.base.arguments.argument_checks import check_positive_int, refuse_class
+from pytorch_accel_lite.base.display.reprs import short_repr
+from pytorch_accel_lite.base.display.shown_errors import add_note
+from pytorch_accel_lite.base.names.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.data.dataloader_creation import DEFAULT_BATCH_SIZE, LoaderKwargs, options_of
 from pytorch_accel_lite.data.sampler_order_checks import is_prepared

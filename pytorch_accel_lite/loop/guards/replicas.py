@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.quantised_weights import all_plain_parts
-from pytorch_accel_lite.base.tensor_bits import sums_of_bits
-from pytorch_accel_lite.base.unwrapping import unwrap
+from pytorch_accel_lite.base.modules.quantised_weights import all_plain_parts
+from pytorch_accel_lite.base.modules.unwrapping import unwrap
+from pytorch_accel_lite.base.values.tensor_bits import sums_of_bits
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import all_optimized_parameters, updated_parameters
 from pytorch_accel_lite.run.trainer_parts.trainer_attributes import other_modules

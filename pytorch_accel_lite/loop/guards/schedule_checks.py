@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 from torch.optim.lr_scheduler import OneCycleLR
 
-from pytorch_accel_lite.base.reprs import short_repr
-from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.base.display.reprs import short_repr
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.optimizers.optimizer_parts import follows_metric, schedulers_in
 from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerScheduler
 from pytorch_accel_lite.run.request_and_config import RunRequest

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from pytorch_accel_lite.base.argument_checks import (
+from pytorch_accel_lite.base.arguments.argument_checks import (
     check_choice,
     check_number,
     check_positive_int,
@@ -25,9 +25,9 @@ from pytorch_accel_lite.base.argument_checks import (
     optional,
     refuse_class,
 )
-from pytorch_accel_lite.base.reprs import short_repr
-from pytorch_accel_lite.base.sharded_weights import tensor_parallel_size
-from pytorch_accel_lite.base.unknown_names import did_you_mean
+from pytorch_accel_lite.base.display.reprs import short_repr
+from pytorch_accel_lite.base.modules.sharded_weights import tensor_parallel_size
+from pytorch_accel_lite.base.names.unknown_names import did_you_mean
 from pytorch_accel_lite.distributed.process_decorators import current_process
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.run.intervals import parse_interval

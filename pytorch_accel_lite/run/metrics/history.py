@@ -10,13 +10,13 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pytorch_accel_lite.base.argument_checks import check_names
-from pytorch_accel_lite.base.formatting import format_metric
+from pytorch_accel_lite.base.arguments.argument_checks import check_names
+from pytorch_accel_lite.base.display.formatting import format_metric
+from pytorch_accel_lite.base.display.reprs import html_table, join_wrapped
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.names.unknown_names import did_you_mean
 from pytorch_accel_lite.base.optional_packages import import_extra
-from pytorch_accel_lite.base.reprs import html_table, join_wrapped
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.unknown_names import did_you_mean
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.run.metrics.metric_panels import MetricValue as MetricValue
 from pytorch_accel_lite.run.metrics.metric_panels import best_of, panels_by_metric
 from pytorch_accel_lite.run.metrics.plots_seam import PLOTS

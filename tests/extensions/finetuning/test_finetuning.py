@@ -186,7 +186,7 @@ def test_models_that_version_0_2_pickled_keep_their_modes():
     model = Nested()
     ModelFreezer(model).freeze(set_modules_as_eval=True)
     now, then = (
-        b"pytorch_accel_lite.base.module_modes\nstay_in_eval\n",
+        b"pytorch_accel_lite.base.modules.module_modes\nstay_in_eval\n",
         b"pytorch_accel_lite.finetuning\n_stay_in_eval\n",
     )
     pickled = pickle.dumps(model, protocol=0)

@@ -592,6 +592,43 @@ def test_the_first_outputs_show_the_kind_of_classifier(task):
     assert all(len(values) == 2 for values in found.values())
 
 
+@pytest.mark.parametrize("is_checked", [False, True])
+@pytest.mark.parametrize(("shape", "whole"), [((8, 1), True), ((8, 1), False), ((8, 1, 2, 2), True)])
+def test_one_column_of_outputs_is_binary_without_one_of_targets(shape, whole, is_checked):
+    torch.manual_seed(0)
+    size = torch.Size(shape[1:]).numel()
+    targets = (torch.rand(shape).squeeze(1) > 0.5).long() if whole else (torch.rand(shape).squeeze(1) > 0.5).float()
+    data = TensorDataset(torch.randn(8, size), targets)
+
+    class FlatLoss(nn.BCEWithLogitsLoss):
+        def forward(self, outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+            return super().forward(outputs.squeeze(1), wanted.float())
+
+    model = nn.Sequential(nn.Linear(size, size), nn.Unflatten(1, shape[1:]))
+    trainer = make_trainer(metrics=["accuracy", "mse"], model=model, loss_func=FlatLoss())
+    if is_checked:
+        trainer.check(data, data)
+    found = trainer.evaluate(data, 3)
+    outputs = model(data.tensors[0]).squeeze(1)
+    assert found["accuracy"] == pytest.approx(((outputs > 0) == targets).float().mean().item())
+    assert found["mse"] == pytest.approx(((outputs - targets) ** 2).mean().item())
+
+
+@pytest.mark.parametrize("loss_func", [nn.BCEWithLogitsLoss(), nn.functional.binary_cross_entropy_with_logits])
+@pytest.mark.parametrize("labels", [1, 2])
+def test_small_logits_of_a_batch_are_not_probabilities(labels, loss_func):
+    data = TensorDataset(
+        torch.tensor([[0.1], [0.3], [0.7], [-2.0]]), torch.tensor([[1.0] * labels] * 3 + [[0.0] * labels])
+    )
+    model = nn.Linear(1, labels, bias=False)
+    nn.init.ones_(model.weight)
+    trainer = make_trainer(metrics=["accuracy", "auroc"], model=model, loss_func=loss_func)
+    assert [trainer.evaluate(data, 1)[name] for name in ("accuracy", "auroc")] == [1, 1]
+    soft = TensorDataset(data.tensors[0], data.tensors[1] * 0.9)
+    with pytest.raises(RuntimeError, match="values in `target`"):
+        trainer.evaluate(soft, 1)
+
+
 def all_tasks() -> list[Any]:
     return [of_task(task) for task in TASKS]
 

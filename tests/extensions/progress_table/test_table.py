@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import StopTrainingError, Trainer, callbacks, get_default_callbacks
-from pytorch_accel_lite.base import terminals_and_notebooks
+from pytorch_accel_lite.base.display import terminals_and_notebooks
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,

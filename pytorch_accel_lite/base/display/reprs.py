@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.templates import render
+from pytorch_accel_lite.base.display.templates import render
 
 _WIDTH = 80
 _SECRET = re.compile(

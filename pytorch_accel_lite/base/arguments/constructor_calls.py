@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from functools import wraps
 
-from pytorch_accel_lite.base.argument_checks import check_booleans
+from pytorch_accel_lite.base.arguments.argument_checks import check_booleans
 from pytorch_accel_lite.base.user_code import is_from_this_package
 
 #: The attribute that holds the arguments with which an object was created: positional ones, and others by name.

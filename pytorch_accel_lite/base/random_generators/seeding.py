@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from accelerate.utils import set_seed
 
-from pytorch_accel_lite.base.generator_states import modules_with_generators
-from pytorch_accel_lite.base.reachable_objects import RandomGenerator
+from pytorch_accel_lite.base.random_generators.generator_states import modules_with_generators
+from pytorch_accel_lite.base.random_generators.reachable_objects import RandomGenerator
 
 _MASK = (1 << 64) - 1
 

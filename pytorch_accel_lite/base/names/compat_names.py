@@ -7,7 +7,7 @@ from itertools import islice
 
 import torch
 
-from pytorch_accel_lite.base.argument_checks import check_positive_int
+from pytorch_accel_lite.base.arguments.argument_checks import check_positive_int
 from pytorch_accel_lite.base.types import Tree
 
 

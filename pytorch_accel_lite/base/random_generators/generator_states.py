@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from accelerate import PartialState
 
-from pytorch_accel_lite.base.reachable_objects import RandomGenerator, is_generator, reachable_from
+from pytorch_accel_lite.base.random_generators.reachable_objects import RandomGenerator, is_generator, reachable_from
 from pytorch_accel_lite.base.types import StateDict
 
 

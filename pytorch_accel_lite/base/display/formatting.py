@@ -7,9 +7,9 @@ import sys
 import textwrap
 from collections.abc import Iterable
 
-from pytorch_accel_lite.base.escaping import escape_unprintable
-from pytorch_accel_lite.base.plain_values import to_number
-from pytorch_accel_lite.base.terminals_and_notebooks import is_terminal
+from pytorch_accel_lite.base.display.escaping import escape_unprintable
+from pytorch_accel_lite.base.display.terminals_and_notebooks import is_terminal
+from pytorch_accel_lite.base.values.plain_values import to_number
 
 
 def format_metric(value: object) -> str:

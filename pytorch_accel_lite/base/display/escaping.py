@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TypeVar
 
-from pytorch_accel_lite.base.plain_values import is_number_text
+from pytorch_accel_lite.base.values.plain_values import is_number_text
 
 T = TypeVar("T")
 

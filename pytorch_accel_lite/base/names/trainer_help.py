@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from pytorch_accel_lite.base.constructor_calls import library_attributes
-from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
+from pytorch_accel_lite.base.arguments.constructor_calls import library_attributes
+from pytorch_accel_lite.base.names.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.user_code import is_from_this_package
 
 C = TypeVar("C", bound=type)

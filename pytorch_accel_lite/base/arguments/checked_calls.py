@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TypeVar
 
-from pytorch_accel_lite.base.argument_checks import check_booleans
-from pytorch_accel_lite.base.shown_errors import hide_frames, leave_out_libraries
-from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES, did_you_mean, our_names
+from pytorch_accel_lite.base.arguments.argument_checks import check_booleans
+from pytorch_accel_lite.base.display.shown_errors import hide_frames, leave_out_libraries
+from pytorch_accel_lite.base.names.unknown_names import OTHER_LIBRARIES, did_you_mean, our_names
 from pytorch_accel_lite.base.user_code import WRAPPERS
 
 WRAPPERS.add(__file__)
