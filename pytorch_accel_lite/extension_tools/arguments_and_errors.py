@@ -10,6 +10,7 @@ from pytorch_accel_lite.base.arguments.argument_checks import (
     check_dict,
     check_function,
     check_int,
+    check_module,
     check_names,
     check_number,
     check_positive_int,
@@ -29,10 +30,10 @@ from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, 
 
 __all__ = [
     "add_note", "arguments_of", "check_bool", "check_choice", "check_dict", "check_function", "check_int",
-    "check_names", "check_number", "check_positive_int", "check_positive_number", "check_range", "checked_by",
-    "describe_error", "did_you_mean", "install_command", "is_from_this_package", "is_in_this_package",
-    "is_overridden", "library_attributes", "may_differ", "missing_extension_text", "notes_of", "optional",
-    "parse_location", "checked_calls", "warn_outside",
+    "check_module", "check_names", "check_number", "check_positive_int", "check_positive_number",
+    "check_range", "checked_by", "describe_error", "did_you_mean", "install_command", "is_from_this_package",
+    "is_in_this_package", "is_overridden", "library_attributes", "may_differ", "missing_extension_text",
+    "notes_of", "optional", "parse_location", "checked_calls", "warn_outside",
 ]  # fmt: skip
 
 #: Names of arguments for devices, parts of a job, and data.

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
+from torch import nn
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -88,6 +89,14 @@ def check_dict(name: str, value: Any) -> dict[str, Any]:
     except (TypeError, ValueError):
         hint = f" Pass vars({name})." if isinstance(value, Namespace) else ""
         raise TypeError(f"{name}={value!r} must be a dict, not {type(value).__name__}.{hint}") from None
+
+
+def check_module(name: str, value: object) -> nn.Module:
+    """Return ``value`` if it is a module, otherwise, as for its parameters, raise an error that names the argument."""
+    refuse_class(name, value)
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{name}={value!r} must be a torch.nn.Module, not {type(value).__name__}.")
+    return value
 
 
 def check_function(name: str, value: F) -> F:

@@ -436,8 +436,8 @@ class InMemoryRunHistory(RunHistory):
 
 def _no_values_message(metric_name: str, history: Iterable[str]) -> str:
     recorded = list(history)
-    hint = did_you_mean(metric_name, recorded)
-    if "eval" in metric_name and not any("eval" in name for name in recorded):
+    hint = did_you_mean(str(metric_name), recorded)
+    if "eval" in str(metric_name) and not any("eval" in name for name in recorded):
         hint = " There has been no evaluation yet, which follows on_train_epoch_end."
     return (
         f"No values have been recorded for the metric {metric_name!r}.{hint} "
