@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.base.missing_extensions import missing_name_error
-from pytorch_accel_lite.base.module_modes import stay_in_eval, stays_in_eval
+from pytorch_accel_lite.base.modules.module_modes import stay_in_eval, stays_in_eval
 from pytorch_accel_lite.extensions.finetuning import BN_MODULES as BN_MODULES
 from pytorch_accel_lite.extensions.finetuning import (
     Layer,

@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.base.compat_names import DataLoaderSlice, worker_init_fn
-from pytorch_accel_lite.base.escaping import as_cell, from_cell
-from pytorch_accel_lite.base.formatting import format_bytes, format_metric, format_value, listed
+from pytorch_accel_lite.base.display.escaping import as_cell, from_cell
+from pytorch_accel_lite.base.display.formatting import format_bytes, format_metric, format_value, listed
 from pytorch_accel_lite.base.missing_extensions import missing_name_error
+from pytorch_accel_lite.base.names.compat_names import DataLoaderSlice, worker_init_fn
+from pytorch_accel_lite.base.names.unknown_names import suggest
 from pytorch_accel_lite.base.optional_packages import import_extra
-from pytorch_accel_lite.base.plain_values import as_json
-from pytorch_accel_lite.base.unknown_names import suggest
+from pytorch_accel_lite.base.values.plain_values import as_json
 from pytorch_accel_lite.callbacks.batch_limits import LIMIT_BATCHES_ENV_VAR, LimitBatches
 from pytorch_accel_lite.distributed.launched_processes import record_error
 from pytorch_accel_lite.distributed.process_decorators import (

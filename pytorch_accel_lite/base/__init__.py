@@ -1,1 +1,1 @@
-"""Helpers that know nothing of training: devices, modules, generators, checks of arguments, paths, texts."""
+"""Helpers of all layers, which know nothing of training: see the folders."""

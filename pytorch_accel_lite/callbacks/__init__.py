@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.base.compat_names import CallbackMethodNotImplementedError
 from pytorch_accel_lite.base.missing_extensions import missing_name_error
+from pytorch_accel_lite.base.names.compat_names import CallbackMethodNotImplementedError
 from pytorch_accel_lite.callbacks.batch_limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.default_callbacks import DefaultCallbacks, get_default_callbacks

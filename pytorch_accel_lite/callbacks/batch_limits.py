@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from pytorch_accel_lite.base.argument_checks import check_positive_int
+from pytorch_accel_lite.base.arguments.argument_checks import check_positive_int
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import TrainerLike

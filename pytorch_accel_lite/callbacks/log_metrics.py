@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from pytorch_accel_lite.base.escaping import escape_unprintable
-from pytorch_accel_lite.base.formatting import format_metric
+from pytorch_accel_lite.base.display.escaping import escape_unprintable
+from pytorch_accel_lite.base.display.formatting import format_metric
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.metrics.history import MetricValue, NewMetrics

@@ -10,13 +10,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
-from pytorch_accel_lite.base.argument_checks import check_positive_int, check_positive_number, check_range, optional
-from pytorch_accel_lite.base.checked_calls import checked_calls
-from pytorch_accel_lite.base.formatting import wrapped
+from pytorch_accel_lite.base.arguments.argument_checks import (
+    check_positive_int,
+    check_positive_number,
+    check_range,
+    optional,
+)
+from pytorch_accel_lite.base.arguments.checked_calls import checked_calls
+from pytorch_accel_lite.base.arguments.paths import StrPath, parse_location
+from pytorch_accel_lite.base.display.formatting import wrapped
+from pytorch_accel_lite.base.display.shown_errors import add_note
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
-from pytorch_accel_lite.base.paths import StrPath, parse_location
-from pytorch_accel_lite.base.sharded_weights import are_sharded
-from pytorch_accel_lite.base.shown_errors import add_note
+from pytorch_accel_lite.base.modules.sharded_weights import are_sharded
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.models.frozen_weights import model_checksums

@@ -1,8 +1,8 @@
-"""Evaluating within an epoch by a callback; ``evaluate_every`` of ``train()`` is handled in ``loop/evaluation.py``."""
+"""Evaluating within an epoch by a callback; for ``train(evaluate_every=...)``, see ``loop/due_evaluations.py``."""
 
 from __future__ import annotations
 
-from pytorch_accel_lite.base.argument_checks import check_positive_int
+from pytorch_accel_lite.base.arguments.argument_checks import check_positive_int
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import TrainerLike

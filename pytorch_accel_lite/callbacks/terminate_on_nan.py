@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
+from pytorch_accel_lite.base.machine.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 from pytorch_accel_lite.data.step_outputs import mean_that_counts
 from pytorch_accel_lite.run.accumulation import Count

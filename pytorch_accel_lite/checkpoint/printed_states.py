@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from pytorch_accel_lite.base.formatting import format_metric
-from pytorch_accel_lite.base.paths import StrPath, parse_location
+from pytorch_accel_lite.base.arguments.paths import StrPath, parse_location
+from pytorch_accel_lite.base.display.formatting import format_metric
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
 from pytorch_accel_lite.checkpoint.states.manifest import (

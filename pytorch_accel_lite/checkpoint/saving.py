@@ -11,11 +11,19 @@ from pathlib import Path
 
 import torch
 
-from pytorch_accel_lite.base.formatting import listed
+from pytorch_accel_lite.base.arguments.argument_checks import check_dict
+from pytorch_accel_lite.base.arguments.paths import (
+    PathOrFile,
+    StrPath,
+    check_open_file,
+    file_path,
+    name_of,
+    parse_location,
+)
+from pytorch_accel_lite.base.display.formatting import listed
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
-from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, file_path, name_of, parse_location
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.atomic_files import replacing
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN, write_checkpoint
@@ -25,7 +33,7 @@ from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks
 from pytorch_accel_lite.checkpoint.models.companion_files_seam import COMPANION_WRITERS, SavedModel
 from pytorch_accel_lite.checkpoint.models.frozen_weights import check_has_trainable, leave_out_frozen
 from pytorch_accel_lite.checkpoint.models.model_forms import MODEL_FORMS, WriteModel, find_writer, write_in_form
-from pytorch_accel_lite.checkpoint.models.states_beside_model import (
+from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import (
     loss_state,
     names_beside_model,
     trained_object_states,
@@ -45,6 +53,9 @@ from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import weights_are_finite
+
+#: The ends of the names of files with weights, in other programs.
+_SUFFIXES_OF_FILES = (".pt", ".pth", ".bin", ".ckpt", ".onnx")
 
 
 def _warn_of_weights(trainer: TrainerLike, method: str) -> None:
@@ -81,7 +92,7 @@ def save_checkpoint(
         target = file_path("save_path", save_path, "a checkpoint")
     else:
         save_per_node = False
-    kwargs = dict(checkpoint_kwargs or {})
+    kwargs = check_dict("checkpoint_kwargs", checkpoint_kwargs)
     trainer.ranks.repeatable(
         lambda: _attempt_to_save_checkpoint(
             trainer, target, kwargs, save_optimizer, save_scheduler, save_per_node, trainable_only
@@ -144,6 +155,8 @@ def save_model(
 ) -> None:
     """Carry out ``Trainer.save_model()``."""
     is_directory = isinstance(path, (str, os.PathLike)) and not os.fspath(path).endswith(".safetensors")
+    if is_directory and trainer.accelerator.is_main_process:
+        _warn_of_name_of_file(name_of(path))
     if card_data is not None:
         _check_card_data(card_data, None if is_directory else name_of(path))
 
@@ -155,6 +168,15 @@ def save_model(
     trainer.ranks.repeatable(
         lambda: _attempt_to_save_model(trainer, path, trainable_only, write_beside if is_directory else None)
     )
+
+
+def _warn_of_name_of_file(path: str) -> None:
+    """Warn of a directory of weights whose name looks like that of a file."""
+    if path.endswith(_SUFFIXES_OF_FILES) and not os.path.isdir(path):
+        warn_outside(
+            f"path={path!r}: save_model() creates a folder with this name. For a single file, pass a path that ends in "
+            ".safetensors, or call save_checkpoint()."
+        )
 
 
 def _check_card_data(card_data: Mapping[str, object], file: str | None) -> None:
@@ -268,12 +290,12 @@ def save_training_state(
 ) -> None:
     """Carry out ``Trainer.save_training_state()``."""
     location = parse_location(output_dir, "output_dir")
-    if not trainer.current_run.window.is_between_updates:
+    if not trainer.current_run.training.window.is_between_updates:
         raise RuntimeError(
             "A training state can only be saved between updates. Save it in on_train_step_checkpoint or "
             "on_epoch_checkpoint."
         )
-    if trainer.progress.is_mid_epoch and trainer.current_run.data.seed is None:
+    if trainer.progress.is_mid_epoch and trainer.current_run.training.data.seed is None:
         raise RuntimeError(
             "The order of this epoch does not follow from a seed, so a run could not resume in the middle of it. Give "
             "the trainer a seed or a SaveTrainingStateCallback, or save in on_epoch_checkpoint."
@@ -282,7 +304,7 @@ def save_training_state(
     with _timed(trainer):
         if writer is not None:
             writer.wait()  # the new copy reuses the writer's memory
-        kwargs = dict(checkpoint_kwargs or {})
+        kwargs = check_dict("checkpoint_kwargs", checkpoint_kwargs)
 
         def write(ranks: Ranks, captured: CapturedState) -> None:
             write_state(location, ranks, captured)

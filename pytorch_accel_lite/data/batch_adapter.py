@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.modules.unwrapping import without_adapters
 from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.base.unwrapping import without_adapters
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.batch_size import infer_batch_size, size_of_filler
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput

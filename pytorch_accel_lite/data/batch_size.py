@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
 from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.base.values.nested_data import parts_in, tensors_in
 from pytorch_accel_lite.data.sources import BatchData
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from accelerate.utils.operations import honor_type
 
-from pytorch_accel_lite.base.nested_data import is_dataclass, parts_in
 from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.base.values.nested_data import is_dataclass, parts_in
 from pytorch_accel_lite.data.batch_size import is_as_long
 from pytorch_accel_lite.data.sources import BatchData, find_length
 
@@ -30,11 +30,6 @@ def is_list_of_samples(data: Tree, size: int) -> bool:
     as_long = [is_as_long(element, size) for element in data]
     kinds = {(type(element), element.shape[1:] if isinstance(element, torch.Tensor) else None) for element in data}
     return not any(as_long) or (not all(as_long) and len(kinds) == 1)
-
-
-def slice_batch(data: BatchData, begin: int, end: int, size: int) -> BatchData:
-    """Return the samples from ``begin`` to ``end`` of a batch of ``size`` samples; see ``select_samples()``."""
-    return select_samples(data, slice(begin, end), size)
 
 
 def select_samples(data: BatchData, rows: slice | list[int], size: int) -> BatchData:

@@ -10,9 +10,9 @@ import torch
 from accelerate.utils import recursively_apply
 from accelerate.utils.operations import honor_type
 
-from pytorch_accel_lite.base.devices import await_processes
-from pytorch_accel_lite.base.nested_data import is_dataclass, tensors_in
+from pytorch_accel_lite.base.machine.devices import await_processes
 from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.base.values.nested_data import is_dataclass, tensors_in
 from pytorch_accel_lite.data.batch_slices import is_list_of_samples
 
 _BYTES_OF_A_CHUNK = 2**25

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from pytorch_accel_lite.base.cpu_cores import cores_per_process
+from pytorch_accel_lite.base.machine.cpu_cores import cores_per_process
 from pytorch_accel_lite.data.named_datasets import NamedDatasets
 from pytorch_accel_lite.data.reading import inner_datasets, reads_batches, tensors_in_memory
 from pytorch_accel_lite.data.sources import CollateFunction, OwnShard, Source, TrainingOrder, is_loader
@@ -90,6 +91,8 @@ def _is_in_memory(dataset: Source) -> bool:
 def _merged(dataset: Source, defaults: LoaderKwargs, arguments: LoaderKwargs | None) -> LoaderKwargs:
     """Return the user's arguments, with all defaults that are compatible with them."""
     arguments = dict(arguments or {})
+    if isinstance(arguments.get("batch_size"), np.integer):
+        arguments["batch_size"] = int(arguments["batch_size"])
     if isinstance(dataset, NamedDatasets) and "shuffle" in arguments:
         arguments["sampler"] = dataset.create_sampler(arguments.pop("shuffle"))
     elif isinstance(dataset, TrainingOrder) and defaults.get("shuffle") and not arguments.keys() & _ORDER_ARGUMENTS:

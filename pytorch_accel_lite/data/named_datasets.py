@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from pytorch_accel_lite.base.argument_checks import check_choice
+from pytorch_accel_lite.base.arguments.argument_checks import check_choice
 from pytorch_accel_lite.data.sources import Index, IndexedData, Sample, find_length
 
 
@@ -112,6 +112,6 @@ def sizes_of(datasets: Mapping[str, IndexedData], advice: str) -> dict[str, int]
 def check_are_named(datasets: Mapping[str, IndexedData]) -> None:
     """Check that there are datasets, by name."""
     if not isinstance(datasets, Mapping):
-        raise TypeError(f"Datasets must be in a dict by name, not a {type(datasets).__name__}.")
+        raise TypeError(f"Datasets must be in a dict by name, not {type(datasets).__name__}.")
     if not datasets:
         raise ValueError("A dict of datasets must have at least one.")

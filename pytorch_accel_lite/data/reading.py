@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from pytorch_accel_lite.base.shown_errors import add_note, notes_of
+from pytorch_accel_lite.base.display.shown_errors import add_note, notes_of
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source
 from pytorch_accel_lite.data.steps_from_position import grouped

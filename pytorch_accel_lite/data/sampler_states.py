@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from torch.utils.data import Dataset
 
-from pytorch_accel_lite.base.reachable_objects import nested_in
-from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.random_generators.reachable_objects import nested_in
 from pytorch_accel_lite.data.sampler_order_checks import checksum_of_indices
 from pytorch_accel_lite.data.sources import Index, SamplerLike, SourceState
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from pytorch_accel_lite.base.devices import accumulation_dtype
+from pytorch_accel_lite.base.machine.devices import accumulation_dtype
 from pytorch_accel_lite.data.batch_size import infer_batch_size, size_of_filler
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 

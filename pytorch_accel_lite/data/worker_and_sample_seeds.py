@@ -10,9 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from pytorch_accel_lite.base.generator_states import find_held_generators
-from pytorch_accel_lite.base.reachable_objects import RandomGenerator
-from pytorch_accel_lite.base.seeding import derive_seed, generator_with, seed_generators, seed_held_generators
+from pytorch_accel_lite.base.random_generators.generator_states import find_held_generators
+from pytorch_accel_lite.base.random_generators.reachable_objects import RandomGenerator
+from pytorch_accel_lite.base.random_generators.seeding import (
+    derive_seed,
+    generator_with,
+    seed_generators,
+    seed_held_generators,
+)
 from pytorch_accel_lite.data.reading import SampleReader, reads_batches
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
 

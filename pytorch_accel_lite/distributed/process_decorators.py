@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 
-from pytorch_accel_lite.base.devices import launched_on_cpus
+from pytorch_accel_lite.base.machine.devices import launched_on_cpus
 
 P = ParamSpec("P")
 R = TypeVar("R")

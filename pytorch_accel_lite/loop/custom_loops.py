@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.loop import training
 from pytorch_accel_lite.loop.guards.end_checks import warn_of_nonfinite_weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pytorch_accel_lite.base.mixed_precision import mixed_precision
+from pytorch_accel_lite.base.modules.mixed_precision import mixed_precision
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.step_outputs import total_loss
 from pytorch_accel_lite.loop.snapshot import StepSnapshot

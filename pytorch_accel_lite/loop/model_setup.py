@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.formatting import listed
+from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
-from pytorch_accel_lite.base.quantised_weights import keep_as_they_are, trained_and_quantised
+from pytorch_accel_lite.base.modules.quantised_weights import keep_as_they_are, trained_and_quantised
 from pytorch_accel_lite.checkpoint.models.model_forms import is_of_peft
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.accelerated_model import PreparedModel

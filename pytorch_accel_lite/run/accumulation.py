@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.devices import accumulation_dtype
-from pytorch_accel_lite.base.sharded_weights import local_shard
+from pytorch_accel_lite.base.machine.devices import accumulation_dtype
+from pytorch_accel_lite.base.modules.sharded_weights import local_shard
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 

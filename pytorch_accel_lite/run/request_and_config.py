@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol, runtime_checkable
 
-from pytorch_accel_lite.base.reprs import call_repr
+from pytorch_accel_lite.base.display.reprs import call_repr
 from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
 from pytorch_accel_lite.run.metrics.metric_checks import ExpectedMetrics
 from pytorch_accel_lite.run.training_state import TrainingState

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.amp.grad_scaler import OptState
 
-from pytorch_accel_lite.base.sharded_weights import are_sharded, local_shard
+from pytorch_accel_lite.base.modules.sharded_weights import are_sharded, local_shard
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import ClippingOrder, TrainerLike

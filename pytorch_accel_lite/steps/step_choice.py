@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from torch import nn
 
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
-from pytorch_accel_lite.base.reachable_objects import codes_in
+from pytorch_accel_lite.base.random_generators.reachable_objects import codes_in
 from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.optimizers.optimizer_steps import needs_closure
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
@@ -161,7 +161,9 @@ def _mentions_recompute_gradients(trainer: TrainerLike, run: Run) -> bool:
     return any("recompute_gradients" in inner.co_names for code in codes for inner in codes_in(code))
 
 
-# Features of extensions, with which other kinds of steps conflict, too.
+# Features whose kinds of steps are in extensions. They are here, not there, for two reasons: kinds of steps declare
+# conflicts with each other's features, but import no other extension; and a run that uses such a feature without its
+# extension is refused before it trains, by an error that names the extension.
 MANUAL = Feature(
     "an overridden train_step", lambda trainer, run: "train_step" in run.overridden, extension="manual_optimization"
 )

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.reprs import short_repr
+from pytorch_accel_lite.base.display.reprs import short_repr
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.models.weights import load_optimizer_state
 from pytorch_accel_lite.optimizers.combined_optimizers import combine

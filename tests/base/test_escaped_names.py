@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from pytorch_accel_lite import callbacks
-from pytorch_accel_lite.base.escaping import as_cell, escape_unprintable, from_cell
-from pytorch_accel_lite.base.formatting import format_metric
+from pytorch_accel_lite.base.display.escaping import as_cell, escape_unprintable, from_cell
+from pytorch_accel_lite.base.display.formatting import format_metric
 from pytorch_accel_lite.callbacks import LogMetricsCallback
 from tests.small_models import listener, make_trainer, train
 

@@ -208,11 +208,19 @@ def test_the_argument_decides_the_direction_of_a_plain_metric(greater, best, her
     assert callback.best_metric_epoch == best
 
 
-def test_a_loss_of_a_custom_callback_is_better_when_smaller(here):
-    record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("my_loss", 1.0))
+@pytest.mark.parametrize("name", ["glossary_accuracy", "lossless_share", "gloss"])
+def test_a_word_that_contains_loss_is_no_loss(name, here):
+    record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric(name, 1.0))
+    with pytest.warns(UserWarning, match="whether greater values are better is unknown"):
+        train(make_trainer([record, SaveBestModelCallback("best.pt", name)]), eval_dataset=True)
+
+
+@pytest.mark.parametrize("name", ["my_loss", "loss/val", "logloss", "HingeLoss", "aux_losses", "loss2"])
+def test_a_loss_of_a_custom_callback_is_better_when_smaller(name, here):
+    record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric(name, 1.0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        train(make_trainer([record, SaveBestModelCallback("best.pt", "my_loss")]), eval_dataset=True)
+        train(make_trainer([record, SaveBestModelCallback("best.pt", name)]), eval_dataset=True)
 
 
 def test_a_custom_callback_can_say_which_values_are_better(here):

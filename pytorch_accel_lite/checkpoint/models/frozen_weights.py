@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pytorch_accel_lite.base.formatting import listed
-from pytorch_accel_lite.base.quantised_weights import plain_parts, quantised_entries
-from pytorch_accel_lite.base.tensor_bits import sums_of_bits
+from pytorch_accel_lite.base.display.formatting import listed
+from pytorch_accel_lite.base.modules.quantised_weights import plain_parts, quantised_entries
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.values.tensor_bits import sums_of_bits
 from pytorch_accel_lite.checkpoint.models.weights import full_state_dict, without_compile
 
 

@@ -14,9 +14,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.atomic_files import naming_file, replacing
 from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, seal
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors, write_tensors
@@ -105,11 +105,6 @@ def read_in_form(directory: Path, model: nn.Module) -> StateDict | None:
 def is_of_peft(model: nn.Module) -> bool:
     """Whether a model is from PEFT. Does not import it."""
     return "peft" in sys.modules and isinstance(model, getattr(sys.modules["peft"], "PeftModel", ()))
-
-
-def is_of_timm(model: nn.Module) -> bool:
-    """Whether a model was made by ``timm.create_model``, rather than being a part of such a model."""
-    return "timm" in sys.modules and isinstance(getattr(model, "pretrained_cfg", None), Mapping)
 
 
 def base_of(model: nn.Module) -> str:

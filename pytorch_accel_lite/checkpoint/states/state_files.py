@@ -18,16 +18,17 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from pytorch_accel_lite.base.formatting import listed
-from pytorch_accel_lite.base.paths import StrPath
-from pytorch_accel_lite.base.reprs import short_repr
+from pytorch_accel_lite.base.arguments.paths import StrPath
+from pytorch_accel_lite.base.display.formatting import listed
+from pytorch_accel_lite.base.display.reprs import short_repr
 from pytorch_accel_lite.base.types import JsonObject, Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.disk.atomic_files import check_fences, hidden_name, naming_file, remove, sync
 from pytorch_accel_lite.checkpoint.disk.background_writer import HostMemory
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
 from pytorch_accel_lite.checkpoint.disk.checksums import CHECKSUM, hash_files
+from pytorch_accel_lite.checkpoint.disk.extracted_tensors import restore_tensors
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors, write_tensors
-from pytorch_accel_lite.checkpoint.disk.shards import Parts, find_tensors, restore_tensors, write_parts
+from pytorch_accel_lite.checkpoint.disk.shards import Parts, find_tensors, write_parts
 from pytorch_accel_lite.checkpoint.disk.shared_disks import require_shared
 from pytorch_accel_lite.checkpoint.disk.torch_files import load_plain, write_plain
 from pytorch_accel_lite.checkpoint.states.manifest import (

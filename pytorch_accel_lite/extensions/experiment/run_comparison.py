@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pytorch_accel_lite.checkpoint import file_path, write_text
-from pytorch_accel_lite.extension_tools.metrics_and_callbacks import is_monitor
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import is_loss, is_monitor
 from pytorch_accel_lite.extension_tools.texts_and_pages import Column, render
 from pytorch_accel_lite.extensions.experiment.results import Results, text_table
 from pytorch_accel_lite.extensions.experiment.run_folders import RecordedRun, find_runs
@@ -176,6 +176,8 @@ def compare_runs(
         ValueError: if there are no runs, or a file cannot be read; if ``sort_by`` is not a metric, or it is unknown
             which of its values are better; if no run has a metric in ``directions``
     """
+    if not isinstance(paths, (str, os.PathLike, Iterable)):
+        raise TypeError(f"paths={paths!r} must be folders of runs, not {type(paths).__name__}.")
     runs, left_out = find_runs([paths] if isinstance(paths, (str, os.PathLike)) else paths)
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
     for name in directions or {}:
@@ -184,7 +186,7 @@ def compare_runs(
                 f"directions has {name!r} (on the command line: --maximize or --minimize), but no run has such a "
                 f"metric.{suggest(name, names)}"
             )
-    greater_is_better: dict[str, bool] = {name: False for name in names if "loss" in name}
+    greater_is_better: dict[str, bool] = {name: False for name in names if is_loss(name)}
     for run in runs:
         greater_is_better |= run.directions
     greater_is_better |= directions or {}

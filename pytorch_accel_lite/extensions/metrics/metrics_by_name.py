@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from pytorch_accel_lite.extension_tools.plain_types import Tree
 from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
 
 if TYPE_CHECKING:
@@ -56,17 +57,23 @@ class Classification(NamedTuple):
         """
         shape, wanted = predictions.shape, targets.shape
         is_of_classes = predictions.is_floating_point() and not targets.is_floating_point()
+        one_each = shape[1:2] in ((), (1,)) and shape == wanted
+        if one_each or _has_one_channel(shape, wanted):
+            return cls("binary", 2)
         if is_of_classes and len(shape) == len(wanted) + 1 and shape[0] == wanted[0] and shape[2:] == wanted[1:]:
             return cls("multiclass", shape[1])
-        one_each = shape[1:2] in ((), (1,)) and (shape == wanted or shape[:1] == wanted)
-        if one_each:
-            return cls("binary", 2)
         if shape == wanted and len(shape) == 2:  # with more dimensions, these may be pixels of one label
             return cls("multilabel", shape[1])
+        advice = "Pass MetricsCallback(names, num_classes=...), num_labels=..., or task='binary'."
+        if is_of_classes and len(shape) > 2 and shape[:-1] == wanted:
+            advice = (
+                "Classes are expected in dimension 1, not in the last. Pass MetricsCallback(names, transform), where "
+                "transform(batch, output) returns output['model_outputs'].logits.flatten(0, 1) and "
+                "batch['labels'].flatten(), for example; and ignore_index=-100 if some labels do not count."
+            )
         raise ValueError(
             f"the task of the metrics cannot be told from outputs {short_repr(predictions)} and targets "
-            f"{short_repr(targets)}. "
-            "Pass MetricsCallback(names, num_classes=...), num_labels=..., or task='binary'."
+            f"{short_repr(targets)}. {advice}"
         )
 
     @property
@@ -74,6 +81,30 @@ class Classification(NamedTuple):
         """The task as arguments of a torchmetrics metric."""
         needed = _TASKS.get(self.task)
         return {"task": self.task} | ({needed: self.size} if needed else {})
+
+
+def with_shape_of_targets(predictions: Tree, targets: Tree, *others: Tree) -> tuple[Tree, ...]:
+    """Return the arguments of a metric without a single channel of the predictions that the targets lack."""
+    are_tensors = isinstance(predictions, torch.Tensor) and isinstance(targets, torch.Tensor)
+    if are_tensors and _has_one_channel(predictions.shape, targets.shape):
+        predictions = predictions.squeeze(1)
+    return (predictions, targets, *others)
+
+
+def as_labels(targets: torch.Tensor) -> torch.Tensor:
+    """Return targets of 0.0 and 1.0, as losses take them, as integers; others as -1, which metrics refuse."""
+    return torch.where(targets == targets.round(), targets, -1).long() if targets.is_floating_point() else targets
+
+
+def gives_logits(loss_func: object) -> bool:
+    """Whether a model with this loss gives logits of binary labels."""
+    kinds = (torch.nn.BCEWithLogitsLoss, torch.nn.MultiLabelSoftMarginLoss)
+    functions = (torch.nn.functional.binary_cross_entropy_with_logits, torch.nn.functional.multilabel_soft_margin_loss)
+    return isinstance(loss_func, kinds) or loss_func in functions
+
+
+def _has_one_channel(shape: torch.Size, wanted: torch.Size) -> bool:
+    return shape[1:2] == (1,) and shape[:1] + shape[2:] == wanted
 
 
 class NamedMetric:

@@ -18,7 +18,13 @@ from pytorch_accel_lite.extension_tools.metrics_and_callbacks import default_tra
 from pytorch_accel_lite.extension_tools.plain_types import StateDict, Tree
 from pytorch_accel_lite.extension_tools.processes import Ranks
 from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
-from pytorch_accel_lite.extensions.metrics.metrics_by_name import Classification, NamedMetric
+from pytorch_accel_lite.extensions.metrics.metrics_by_name import (
+    Classification,
+    NamedMetric,
+    as_labels,
+    gives_logits,
+    with_shape_of_targets,
+)
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -81,7 +87,9 @@ class MetricsCallback(TrainerCallback):
         #: Metrics to create once the first outputs show the classifier's task.
         self._pending: dict[str, NamedMetric] = {}
         self._classification: Classification | None = None
+        self._named: set[str] = set()
         if isinstance(named, dict):
+            self._named = {name for name, metric in named.items() if isinstance(metric, NamedMetric)}
             self._pending = {name: m for name, m in named.items() if isinstance(m, NamedMetric) and m.needs_task}
             known = {name: m for name, m in named.items() if name not in self._pending}
             named = {name: m.create() if isinstance(m, NamedMetric) else m for name, m in known.items()}
@@ -100,14 +108,21 @@ class MetricsCallback(TrainerCallback):
         # Members of compute groups share state that would be missing from the training state.
         self.metrics = MetricCollection(dict(named.items()), compute_groups=False)
         self.train_metrics = self.metrics.clone() if train else None
+        self._lasting_at_first = [_lasting(metrics) for metrics in self._collections]
         self.transform = transform or default_transform
         self.only = None if only is None else list(only)
         self._ranks: Ranks | None = None
         self._trainer: TrainerLike | None = None
+        self._gives_logits = False
         #: The updated copies of each collection, by the number of a share; the collection itself without shares.
         self._copies: dict[int, dict[int, MetricCollection]] = {}
 
+    @property
+    def _collections(self) -> list[MetricCollection]:
+        return [self.metrics, *([] if self.train_metrics is None else [self.train_metrics])]
+
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
+        self._gives_logits = gives_logits(trainer.loss_func)
         metrics = dict(self.metrics.items())
         directions = {name: getattr(metric, "higher_is_better", None) for name, metric in metrics.items()}
         directions |= {name: metric.higher_is_better for name, metric in self._pending.items()}
@@ -176,6 +191,7 @@ class MetricsCallback(TrainerCallback):
             copies.add_metrics({name: metric.create(classification) for name, metric in self._pending.items()})
             copies.to(trainer.device)
         copies.reset()
+        self._gives_logits = gives_logits(trainer.loss_func)
         self._update(copies, batch, batch_output)
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -190,10 +206,12 @@ class MetricsCallback(TrainerCallback):
     def _create(self, classification: Classification, trainer: TrainerLike | None = None) -> None:
         created = {name: metric.create(classification) for name, metric in self._pending.items()}
         self._classification = classification
-        for metrics in (self.metrics, *([] if self.train_metrics is None else [self.train_metrics])):
+        for metrics in self._collections:
             metrics.add_metrics({name: metric.clone() for name, metric in created.items()})
             if trainer is not None:
                 self._reset(trainer, metrics)
+        both = zip(self._collections, self._lasting_at_first, strict=True)
+        self._lasting_at_first = [_lasting(metrics) | before for metrics, before in both]
         self._pending = {}
 
     def _agree(self, trainer: TrainerLike) -> None:
@@ -242,9 +260,10 @@ class MetricsCallback(TrainerCallback):
         if batch_output["batch_size"] == 0:  # a filler batch, which only keeps the processes in step
             return
         with torch.no_grad():
-            arguments = self.transform(batch, batch_output)
+            given = self.transform(batch, batch_output)
             members: Iterable[tuple[str, Metric]] = torch.nn.ModuleDict.items(metrics)
             for name, metric in members:  # without the keyword filter of the collection's update()
+                arguments = self._completed(given, metric) if name in self._named else given
                 try:
                     metric.update(*arguments)
                 except Exception as error:
@@ -253,6 +272,17 @@ class MetricsCallback(TrainerCallback):
                     kind = type(metric).__name__ + (f"(num_classes={classes})" if isinstance(classes, int) else "")
                     add_note(error, f"In the metric {name!r}, a {kind}, updated with {values}.")
                     raise
+
+    def _completed(self, arguments: tuple[Tree, ...], metric: Metric) -> tuple[Tree, ...]:
+        """Return the arguments of a metric by name, which for binary labels are probabilities and integers.
+
+        torchmetrics takes logits for probabilities in batches in which all lie between 0 and 1.
+        """
+        predictions, targets, *others = with_shape_of_targets(*arguments)
+        if type(metric).__name__.startswith(("Binary", "Multilabel")) and self.transform is default_transform:
+            predictions = torch.sigmoid(predictions) if self._gives_logits else predictions
+            targets = as_labels(targets)
+        return (predictions, targets, *others)
 
     def _record(self, trainer: TrainerLike, metrics: MetricCollection, prefix: str) -> None:
         if self._must_agree:
@@ -274,6 +304,10 @@ class MetricsCallback(TrainerCallback):
     def state_dict(self) -> StateDict:
         """Return the state of the training metrics so far. Must be called on every process."""
         known: StateDict = {"must_agree": self._must_agree}
+        pairs = zip(self._collections, self._lasting_at_first, strict=True)
+        lasting = [_changed(_lasting(metrics), created) for metrics, created in pairs]
+        if any(lasting):
+            known["lasting"] = lasting
         if self._classification is not None:
             known["classification"] = tuple(self._classification)
         if self.train_metrics is None:
@@ -287,6 +321,12 @@ class MetricsCallback(TrainerCallback):
         if self._pending and "classification" in state:
             self._create(Classification(*state["classification"]))
         self._must_agree = state.get("must_agree", self._must_agree)
+        for metrics, lasting in zip(self._collections, state.get("lasting", []), strict=False):
+            parts = dict(metrics.named_modules())
+            for path, values in lasting.items():
+                for name, value in values.items() if path in parts else ():
+                    device = getattr(parts[path], "device", None)
+                    setattr(parts[path], name, value.to(device) if isinstance(value, torch.Tensor) else value)
         if self.train_metrics is None or "ranks" not in state:
             return
         copies = list(self._copies_of(self.train_metrics).values())
@@ -330,6 +370,32 @@ def _state_of(metrics: MetricCollection) -> StateDict:
         states[name] = {key: _to_cpu(value) for key, value in metric.state_dict().items()}
         states[name][_UPDATES] = [part._update_count for part in parts]
     return states
+
+
+def _lasting(metrics: MetricCollection) -> StateDict:
+    """Return the attributes of metrics that no ``reset()`` resets, such as the extremes of ``MinMaxMetric``."""
+    found: StateDict = {}
+    for path, part in metrics.named_modules():
+        left_out = {*getattr(part, "metric_state", {}), "training"}
+        held = {name: value for name, value in vars(part).items() if name not in left_out and name[0] != "_"}
+        kinds = (bool, int, float, torch.Tensor)
+        found[path] = {name: _to_cpu(value) for name, value in held.items() if type(value) in kinds}
+    return found
+
+
+def _changed(values: StateDict, created: StateDict) -> StateDict:
+    """Return the attributes that differ from what they were when the metrics were created."""
+    changed = {
+        path: {name: value for name, value in of.items() if not _is_same(value, created.get(path, {}).get(name))}
+        for path, of in values.items()
+    }
+    return {path: of for path, of in changed.items() if of}
+
+
+def _is_same(value: Tree, before: Tree) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
+        return torch.equal(value, before)
+    return type(value) is type(before) and value == before
 
 
 def _load_state(metrics: MetricCollection, states: StateDict) -> None:

@@ -89,13 +89,13 @@ class Trial:
         self.trainer = trainer
         self._name = name
         self._supports = supports
-        self._batch_size = batch_size
         self._loader_kwargs = loader_kwargs
         self._sets_batch_size = sets_batch_size
         self._check_trainer()
         check_training(trainer.optimizer, trainer.accelerator, request)
         data = _with_batch_size(train_dataset, batch_size) if sets_batch_size else train_dataset
         check_dataset(trainer, "train_dataset", DataArguments(data, batch_size, loader_kwargs, collate_fn))
+        self._batch_size = int(batch_size)  # it may be an integer of numpy
         self._data = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
         self.run = Run.create(trainer, request, data, collate_fn=collate_fn)
         self.run.data.seed = trainer.seed or 0
@@ -293,7 +293,7 @@ def _prepared(trainer: TrainerLike) -> Iterator[None]:
 
 
 def _keep_training(trainer: TrainerLike, before: Snapshot) -> None:
-    """Keep weights, buffers, gradients, modes, the optimizer, the scaler and the generators.
+    """Keep weights, buffers, gradients, modes, the optimizer, the scaler, attributes and the generators.
 
     This includes the loss function, registered objects, and other modules of the trainer, such as averaged copies,
     because its steps may change them.
@@ -306,7 +306,11 @@ def _keep_training(trainer: TrainerLike, before: Snapshot) -> None:
     parameters = list(dict.fromkeys([*of_modules, *all_optimized_parameters(trainer)]))
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         raise ValueError("The model has uninitialised lazy layers. Pass it a batch first: model(inputs).")
-    before.enter_context(preserving_modes(chain.from_iterable(root.modules() for root in roots)))
+    parts = list(dict.fromkeys(chain.from_iterable(root.modules() for root in roots)))
+    # A loss function may also be an object that is no module.
+    others = [trainer, *([trainer.loss_func] if hasattr(trainer.loss_func, "__dict__") else [])]
+    before.enter_context(preserving_attributes(*dict.fromkeys([*parts, *others])))
+    before.enter_context(preserving_modes(parts))
     before.set_gradients_aside(parameters)
     before.keep_states([*stateful, *all_registered_objects(trainer).values()])
     before.keep_buffers(roots)

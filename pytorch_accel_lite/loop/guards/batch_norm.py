@@ -7,8 +7,8 @@ import math
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pytorch_accel_lite.base.module_modes import stays_in_eval
-from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.modules.module_modes import stays_in_eval
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
 

@@ -8,10 +8,10 @@ import sys
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite.base.argument_checks import check_positive_int, refuse_class
-from pytorch_accel_lite.base.reprs import short_repr
-from pytorch_accel_lite.base.shown_errors import add_note
-from pytorch_accel_lite.base.unknown_names import did_you_mean
+from pytorch_accel_lite.base.arguments.argument_checks import check_positive_int, refuse_class
+from pytorch_accel_lite.base.display.reprs import short_repr
+from pytorch_accel_lite.base.display.shown_errors import add_note
+from pytorch_accel_lite.base.names.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.data.dataloader_creation import DEFAULT_BATCH_SIZE, LoaderKwargs, options_of
 from pytorch_accel_lite.data.sampler_order_checks import is_prepared
@@ -116,7 +116,8 @@ def _check_readable(name: str, dataset: Source) -> None:
             f"{name} is a {type(dataset).__name__}: its [0] is not the first sample, but a column with a "
             "value for each sample. Pass a dataset of its tensors: TensorDataset(inputs, targets)."
         )
-    is_dataset = hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset)
+    is_scalar = getattr(dataset, "ndim", 1) == 0  # an array or a tensor with one number
+    is_dataset = isinstance(dataset, IterableDataset) or (hasattr(dataset, "__getitem__") and not is_scalar)
     if isinstance(dataset, (str, bytes)) or not (is_dataset or is_loader(dataset)):
         raise TypeError(
             f"{name}={dataset!r} is not a dataset: it needs __getitem__ and __len__, like a list. Data that can "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.data.sources import Source, find_length
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import weights_are_finite

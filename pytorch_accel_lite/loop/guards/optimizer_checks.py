@@ -6,7 +6,7 @@ from collections.abc import Container
 
 from torch import nn
 
-from pytorch_accel_lite.base.formatting import listed
+from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created, parts_of_optimizer
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from pytorch_accel_lite.base.constructor_calls import arguments_of
-from pytorch_accel_lite.base.paths import is_place
+from pytorch_accel_lite.base.arguments.constructor_calls import arguments_of
+from pytorch_accel_lite.base.arguments.paths import is_place
 from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import Ranks

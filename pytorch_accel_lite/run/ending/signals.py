@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from pytorch_accel_lite.base.shown_errors import add_note, notes_of
+from pytorch_accel_lite.base.display.shown_errors import add_note, notes_of
 from pytorch_accel_lite.run.ending.stop_errors import RunInterruptedError
 
 _HANDLED = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT

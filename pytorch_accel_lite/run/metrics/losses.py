@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base import reprs
-from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
+from pytorch_accel_lite.base.display import reprs
+from pytorch_accel_lite.base.machine.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.sources import BatchOutput

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
@@ -12,7 +13,13 @@ Key = TypeVar("Key")
 def direction_of(name: str, directions: Mapping[str, bool | None]) -> bool | None:
     """Return whether larger values of a metric are better; by default smaller ones for losses, ``None`` for others."""
     direction = directions.get(name)
-    return False if direction is None and "loss" in name else direction
+    return False if direction is None and is_loss(name) else direction
+
+
+def is_loss(name: str) -> bool:
+    """Whether a metric is a loss by its name: a word that ends with "loss", as in "eval_loss_epoch" and "logloss"."""
+    words = re.findall("[A-Z]?[a-z]+|[A-Z]+", name)
+    return any(re.search("(?<!^[gf])loss(es)?$", word.lower()) for word in words)
 
 
 def direction_in_words(greater_is_better: bool | None) -> str:

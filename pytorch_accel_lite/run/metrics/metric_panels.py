@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from pytorch_accel_lite.base.escaping import escape_unprintable
+from pytorch_accel_lite.base.display.escaping import escape_unprintable
 from pytorch_accel_lite.run.metrics.metric_directions import best_first, direction_of
 
 #: The value of a metric: usually a number, but a program may record anything.

@@ -6,12 +6,12 @@ import math
 import reprlib
 from typing import TypeVar
 
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.names.unknown_names import did_you_mean
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import is_from_this_package
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory
-from pytorch_accel_lite.run.metrics.metric_directions import best_first, direction_in_words, improvement
+from pytorch_accel_lite.run.metrics.metric_directions import best_first, direction_in_words, improvement, is_loss
 from pytorch_accel_lite.run.run import TrainerLike
 
 Key = TypeVar("Key")
@@ -71,7 +71,7 @@ class WatchedMetric:
             ValueError: if the argument and the metric contradict each other
         """
         if self._requested is None:
-            if known is None and "loss" not in self.name and warns:
+            if known is None and not is_loss(self.name) and warns:
                 warn_outside(
                     f"{self}: whether greater values are better is unknown, so smaller ones are assumed to be better. "
                     "Pass greater_is_better=True or False."

@@ -9,9 +9,9 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.quantised_weights import is_frozen_and_quantised, quantised_entries
-from pytorch_accel_lite.base.sharded_weights import PLAIN_JOBS, is_sharded
-from pytorch_accel_lite.base.unwrapping import unwrap
+from pytorch_accel_lite.base.modules.quantised_weights import is_frozen_and_quantised, quantised_entries
+from pytorch_accel_lite.base.modules.sharded_weights import PLAIN_JOBS, is_sharded
+from pytorch_accel_lite.base.modules.unwrapping import unwrap
 from pytorch_accel_lite.optimizers.combined_optimizers import AcceleratedCombinedOptimizer
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created, parts_of_optimizer
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer

@@ -325,6 +325,18 @@ def test_metrics_that_wrap_others_resume_exactly_too(tmp_path, create):
     assert run() == run(resume_from=tmp_path / "update-000000002")
 
 
+def test_extremes_of_earlier_epochs_are_resumed(tmp_path):
+    def run(**kwargs: Any) -> dict[str, Any]:
+        metrics = MetricsCallback({"m": MinMaxMetric(MeanSquaredError())}, train=True)
+        saver = SaveTrainingStateCallback(tmp_path, save_every_n_epochs=1)
+        trainer = train(make_trainer([metrics, saver], seed=0), epochs=3, eval_dataset=make_data(), **kwargs)
+        return trainer.run_history.to_dict()
+
+    whole = run()
+    assert whole["max"][-1] > whole["raw"][-1]
+    assert run(resume_from=sorted(tmp_path.glob("update-*"))[1]) == whole
+
+
 def test_a_metric_may_give_a_plain_number():
     class Rounded(MeanSquaredError):
         def compute(self):
@@ -592,6 +604,43 @@ def test_the_first_outputs_show_the_kind_of_classifier(task):
     assert all(len(values) == 2 for values in found.values())
 
 
+@pytest.mark.parametrize("is_checked", [False, True])
+@pytest.mark.parametrize(("shape", "whole"), [((8, 1), True), ((8, 1), False), ((8, 1, 2, 2), True)])
+def test_one_column_of_outputs_is_binary_without_one_of_targets(shape, whole, is_checked):
+    torch.manual_seed(0)
+    size = torch.Size(shape[1:]).numel()
+    targets = (torch.rand(shape).squeeze(1) > 0.5).long() if whole else (torch.rand(shape).squeeze(1) > 0.5).float()
+    data = TensorDataset(torch.randn(8, size), targets)
+
+    class FlatLoss(nn.BCEWithLogitsLoss):
+        def forward(self, outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+            return super().forward(outputs.squeeze(1), wanted.float())
+
+    model = nn.Sequential(nn.Linear(size, size), nn.Unflatten(1, shape[1:]))
+    trainer = make_trainer(metrics=["accuracy", "mse"], model=model, loss_func=FlatLoss())
+    if is_checked:
+        trainer.check(data, data)
+    found = trainer.evaluate(data, 3)
+    outputs = model(data.tensors[0]).squeeze(1)
+    assert found["accuracy"] == pytest.approx(((outputs > 0) == targets).float().mean().item())
+    assert found["mse"] == pytest.approx(((outputs - targets) ** 2).mean().item())
+
+
+@pytest.mark.parametrize("loss_func", [nn.BCEWithLogitsLoss(), nn.functional.binary_cross_entropy_with_logits])
+@pytest.mark.parametrize("labels", [1, 2])
+def test_small_logits_of_a_batch_are_not_probabilities(labels, loss_func):
+    data = TensorDataset(
+        torch.tensor([[0.1], [0.3], [0.7], [-2.0]]), torch.tensor([[1.0] * labels] * 3 + [[0.0] * labels])
+    )
+    model = nn.Linear(1, labels, bias=False)
+    nn.init.ones_(model.weight)
+    trainer = make_trainer(metrics=["accuracy", "auroc"], model=model, loss_func=loss_func)
+    assert [trainer.evaluate(data, 1)[name] for name in ("accuracy", "auroc")] == [1, 1]
+    soft = TensorDataset(data.tensors[0], data.tensors[1] * 0.9)
+    with pytest.raises(RuntimeError, match="values in `target`"):
+        trainer.evaluate(soft, 1)
+
+
 def all_tasks() -> list[Any]:
     return [of_task(task) for task in TASKS]
 
@@ -654,6 +703,29 @@ def test_pixel_targets_are_not_used_as_labels(shape):
     trainer = make_trainer(metrics="accuracy", model=model, loss_func=nn.MSELoss())
     with pytest.raises(ValueError, match="cannot be told from outputs"):
         trainer.evaluate(data)
+
+
+def test_classes_in_the_last_dimension_have_advice_that_works():
+    pytest.importorskip("transformers")
+    from transformers import BertConfig, BertForTokenClassification
+
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertForTokenClassification(BertConfig(**sizes, intermediate_size=8, num_labels=3))
+    data = [{"input_ids": torch.arange(4), "labels": torch.tensor([-100, 0, 1, 2])}] * 5
+
+    def evaluated(metrics: MetricsCallback) -> dict[str, float]:
+        return Trainer(model, None, None, callbacks=[metrics]).evaluate(data)
+
+    with pytest.raises(ValueError, match="Classes are expected in dimension 1, not in the last"):
+        evaluated(MetricsCallback("accuracy"))
+
+    def by_token(batch: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return output["model_outputs"].logits.flatten(0, 1), batch["labels"].flatten()
+
+    found = evaluated(MetricsCallback("accuracy", by_token, ignore_index=-100))
+    with torch.no_grad():
+        classes = model.eval()(data[0]["input_ids"][None]).logits.argmax(-1)[0, 1:]
+    assert found["accuracy"] == pytest.approx((classes == torch.arange(3)).double().mean().item())
 
 
 def test_outputs_not_of_a_classifier_are_an_error_with_advice():

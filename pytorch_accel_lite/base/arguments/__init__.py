@@ -1,0 +1,1 @@
+"""What users pass: checks of arguments and paths, and of the calls themselves."""

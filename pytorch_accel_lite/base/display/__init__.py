@@ -1,0 +1,1 @@
+"""What users see as text: representations, numbers, errors, warnings."""

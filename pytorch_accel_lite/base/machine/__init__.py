@@ -1,0 +1,1 @@
+"""The machine: its devices and cores, and the kernels that compute."""

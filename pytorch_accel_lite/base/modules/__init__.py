@@ -1,0 +1,1 @@
+"""Modules: their modes, their wrappers, and weights that are sharded or quantised."""

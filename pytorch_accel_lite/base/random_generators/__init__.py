@@ -1,0 +1,1 @@
+"""Random generators: where they are, their states and their seeds."""

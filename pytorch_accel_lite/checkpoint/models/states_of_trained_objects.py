@@ -1,0 +1,195 @@
+"""Capturing and restoring the states of what is trained beside the model, which ``trained_objects.py`` finds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter, is_lazy
+
+from pytorch_accel_lite.base.arguments.paths import StrPath
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
+from pytorch_accel_lite.checkpoint.models.trainability import lacks_groups
+from pytorch_accel_lite.checkpoint.models.weights import (
+    fit_model_state,
+    full_state_dict,
+    load_optimizer_state,
+    model_state,
+    sharded_like,
+)
+from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_modules
+from pytorch_accel_lite.run.trainer_parts.trained_objects import learned_by_loss, loose_parameters, trained_objects
+
+#: An object that is saved with a trainer. The state of a tensor is the tensor itself.
+Owner: TypeAlias = HasStateDict | torch.Tensor
+
+
+def loss_state(trainer: TrainerLike) -> dict[str, torch.Tensor]:
+    """Return the learned state of the loss function, by name: its trained parameters and its buffers.
+
+    Excludes everything in the model, and the constant buffers of torch's own losses, such as class weights.
+    """
+    return {name: value.detach() for name, value in learned_by_loss(trainer).items()}
+
+
+def load_loss_state(trainer: TrainerLike, state: StateDict, source: StrPath) -> None:
+    """Restore the result of ``loss_state()``. For a different loss function, restore the parts that fit, and warn."""
+    loss_func = trainer.loss_func
+    current = loss_func.state_dict() if isinstance(loss_func, nn.Module) else {}
+    fitting = {
+        name: value
+        for name, value in state.items()
+        if name in current and (is_lazy(current[name]) or current[name].shape == value.shape)
+    }
+    if isinstance(loss_func, nn.Module) and fitting:
+        # Load the whole state: hooks of parts, such as gpytorch's, assume that each part has a state.
+        whole = {name: value for name, value in current.items() if not is_lazy(value)} | fitting
+        loss_func.load_state_dict(whole, strict=False)
+    others = sorted(state.keys() - fitting.keys())
+    if others and loss_func is not None:
+        warn_outside(
+            f"{os.fspath(source)!r} holds the state of a different loss function ({', '.join(others)}), which the "
+            "trainer's loss function does not have. It is ignored."
+        )
+
+
+def names_beside_model(trainer: TrainerLike) -> list[str]:
+    """Return the names of all that is trained besides the model: the loss function, attributes, other places."""
+    parts = [name for name, owner in trained_objects(trainer).items() if isinstance(owner, nn.Module)]
+    learned = ["the loss function"] if loss_state(trainer) else []
+    return [*learned, *parts, *loose_parameters(trainer)]
+
+
+def _included(trainer: TrainerLike, optimizers: bool, schedulers: bool) -> dict[str, Owner]:
+    """Return the attributes that are saved with a trainer, by name, with or without optimizers and schedulers."""
+    return {
+        name: owner
+        for name, owner in (trained_objects(trainer) | loose_parameters(trainer)).items()
+        if isinstance(owner, (nn.Module, torch.Tensor))
+        or (optimizers if isinstance(owner, torch.optim.Optimizer) else schedulers)
+    }
+
+
+def trained_object_states(
+    trainer: TrainerLike,
+    keep: bool,
+    optimizers: bool = True,
+    schedulers: bool = True,
+    others: Mapping[str, nn.Module] | None = None,
+) -> dict[str, Tree]:
+    """Return the states of the attributes that are saved with a trainer, by name. A collective if they are sharded.
+
+    Args:
+        keep: ``False`` on processes that will not write the states
+        optimizers: whether to include optimizers
+        schedulers: whether to include schedulers
+        others: further modules to include, by attribute
+    """
+    included = _included(trainer, optimizers, schedulers) | dict(others or {})
+    return {name: _state_of(owner, keep) for name, owner in included.items()}
+
+
+def _state_of(owner: Owner, keep: bool) -> Tree:
+    if isinstance(owner, nn.Module):
+        return model_state(owner, keep)
+    return full_state_dict(owner.detach() if isinstance(owner, torch.Tensor) else owner.state_dict(), keep)
+
+
+def load_trained_object_states(
+    trainer: TrainerLike,
+    states: Mapping[str, Tree],
+    source: StrPath,
+    optimizers: bool = True,
+    schedulers: bool = True,
+    strict: bool = True,
+    is_final: bool = False,
+) -> None:
+    """Restore the attributes from their states.
+
+    Args:
+        strict: ``False`` to load only the weights that fit, and to warn of the others
+        is_final: whether no more attributes will be created, so that mismatches with states are worth a warning
+
+    Raises:
+        ValueError: if a state does not fit; names the attribute
+    """
+    if trainer.saves_attributes:
+        load = partial(load_state, source=source, strict=strict)
+        included = _included(trainer, optimizers, schedulers)
+        included |= {name: module for name, module in other_modules(trainer).items() if name in states}
+        if not is_final:  # the starting events may still add groups to optimizers
+            included = {
+                name: owner for name, owner in included.items() if not lacks_groups(owner, states.get(name, {}))
+            }
+        load_each("attribute", included, states, load, is_final)
+
+
+def load_state(name: str, owner: Owner, state: Tree, source: StrPath, strict: bool = True) -> None:
+    """Load the state of a module, an optimizer or a scheduler.
+
+    Raises:
+        ValueError: if the state does not fit; names the object
+    """
+    try:
+        if isinstance(owner, nn.Module):
+            owner.load_state_dict(fit_model_state(owner, state, source, strict), strict)
+        elif isinstance(owner, torch.Tensor):
+            _load_tensor(owner, state)
+        elif name == "optimizer" or isinstance(owner, torch.optim.Optimizer):
+            load_optimizer_state(owner, state)
+        else:
+            owner.load_state_dict(state)
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"The {name} in {os.fspath(source)!r} does not fit the trainer's {type(owner).__name__}: {error}. Create "
+            "it as it was when it was saved; saves_attributes = False in the trainer's class leaves out attributes."
+        ) from error
+
+
+def _load_tensor(tensor: torch.Tensor, saved: torch.Tensor) -> None:
+    if isinstance(tensor, UninitializedParameter):
+        tensor.materialize(saved.shape)
+    if tensor.shape != saved.shape:
+        raise ValueError(f"it has the shape {tuple(saved.shape)} there, and {tuple(tensor.shape)} here")
+    with torch.no_grad():
+        tensor.copy_(sharded_like(tensor, saved))
+
+
+def load_each(
+    kind: str,
+    owners: Mapping[str, Any],
+    states: Mapping[str, Tree],
+    load: Callable[[str, Any, Tree], object] = lambda name, owner, state: owner.load_state_dict(state),
+    is_final: bool = True,
+) -> None:
+    """Restore all owners of a kind from their states. If final, warn of owners without states, and the reverse."""
+    for name, owner in owners.items():
+        if name in states:
+            load(name, owner, states[name])
+        elif is_final:
+            warn_outside(f"The training state holds nothing for the {kind} {name!r}.")
+    for name in states.keys() - owners.keys() if is_final else ():
+        if states[name] != {}:  # an empty state is no loss
+            warn_outside(f"The training state holds the state of {kind} {name!r}, which no longer exists.")
+
+
+def describe_attributes(trainer: TrainerLike) -> str:
+    """Return a description of what training states hold besides the model; an empty text if that is nothing."""
+    named, hidden = ", ".join(trained_objects(trainer)), loose_parameters(trainer)
+    parts = [f"Training states include these attributes of the trainer: {named}."] if named else []
+    if hidden:
+        parts.append(
+            f"{'They also' if named else 'Training states'} include what the optimizer trains outside of the model: "
+            f"{', '.join(f'{name} ({_describe_owner(owner)})' for name, owner in hidden.items())}."
+        )
+    return " ".join(parts)
+
+
+def _describe_owner(owner: nn.Module | torch.Tensor) -> str:
+    return type(owner).__name__ if isinstance(owner, nn.Module) else f"shape {tuple(owner.shape)}"

@@ -1,0 +1,204 @@
+"""Which objects a trainer trains, and so saves, besides its model and optimizer.
+
+These are the loss function, modules, optimizers and schedulers in its attributes, and loose parameters, which no such
+module has.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from pytorch_accel_lite.base.types import HasStateDict
+from pytorch_accel_lite.optimizers.optimizer_parts import is_created
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import (
+    all_registered_objects,
+    buffers_in,
+    instances_in,
+    other_modules,
+    other_optimizers,
+    other_schedulers,
+    parameters_in,
+)
+from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import all_optimized_parameters
+
+T = TypeVar("T")
+
+
+def unsaved_attribute_names(owner: TrainerLike | TrainerCallback) -> frozenset[str]:
+    """Return the attributes of a trainer or a callback that its class keeps from being saved.
+
+    Raises:
+        TypeError: if ``unsaved_attributes`` does not consist of names
+    """
+    names = owner.unsaved_attributes
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"unsaved_attributes={names!r} of {type(owner).__name__} must be names of attributes, such as "
+            "('cache', 'log')."
+        )
+    return frozenset(names)
+
+
+def trained_objects(trainer: TrainerLike) -> dict[str, HasStateDict]:
+    """Return the attributes that are saved with the trainer, by name: trained modules, optimizers and schedulers.
+
+    Excludes attributes that are always saved: the model, the loss function and their parts, the optimizer, registered
+    objects.
+    """
+    return _without_unsaved(trainer, _saved_or_unsaved(trainer))
+
+
+def saved_optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
+    """Return the optimizers in training states by name: the trainer's ``optimizer``, and optimizers in attributes."""
+    named = {"optimizer": trainer.optimizer, **trained_objects(trainer)}
+    return {name: owner for name, owner in named.items() if isinstance(owner, Optimizer)}
+
+
+def _without_unsaved(trainer: TrainerLike, values: dict[str, T]) -> dict[str, T]:
+    """Leave out the attributes in ``unsaved_attributes``, with their parts, such as ``critics.0``."""
+    left_out = unsaved_attribute_names(trainer)
+    return {name: value for name, value in values.items() if name.partition(".")[0] not in left_out}
+
+
+def _saved_or_unsaved(trainer: TrainerLike) -> dict[str, HasStateDict]:
+    if not trainer.saves_attributes:
+        return {}
+    schedulers = other_schedulers(trainer)
+    others = [module for module in other_modules(trainer).values() if module is not trainer.loss_func]
+    if not others and not schedulers and not other_optimizers(trainer):  # the usual case, which is fast
+        return {}
+    optimized = set(map(id, all_optimized_parameters(trainer)))
+    saved = set(map(id, [*all_registered_objects(trainer).values(), trainer.loss_func, trainer.scheduler]))
+    seen = {id(parameter) for module in (trainer.model, trainer.loss_func) for parameter in parameters_in(module)}
+    attributes: dict[str, HasStateDict] = {}
+    for name, module in other_modules(trainer).items():
+        parameters = set(map(id, parameters_in(module))) - seen
+        if id(module) not in saved and parameters & optimized:
+            attributes[name] = module
+            seen |= parameters
+    attributes |= {name: value for name, value in other_optimizers(trainer).items() if id(value) not in saved}
+    return attributes | {name: value for name, value in schedulers.items() if id(value) not in saved}
+
+
+def loose_parameters(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor]:
+    """Return the parameters that the optimizers train outside the model and all other saved modules.
+
+    Parameters that are attributes of the trainer are named after the attribute. Others, in closures for example, are
+    named by their first place in an optimizer, such as ``optimizer[0][3]``. A module that holds such parameters is
+    returned in their place, because it may have buffers, too.
+    """
+    places = {} if not trainer.saves_attributes else _places(trainer)
+    if not places:
+        return {}
+    found: dict[str, nn.Module | torch.Tensor] = {}
+    own = {id(value): name for name, value in instances_in(trainer, torch.Tensor).items()}
+    holders = _holders(trainer, frozenset({id(p) for p in places.values()} - own.keys()))
+    covered: set[int] = set()
+    for place, parameter in places.items():
+        if id(parameter) not in covered:
+            owner = parameter if id(parameter) in own else holders.get(id(parameter), parameter)
+            found[own.get(id(parameter), place)] = owner
+            covered |= _ids(owner) | {id(parameter)}
+    return _without_unsaved(trainer, found)
+
+
+def _places(trainer: TrainerLike) -> dict[str, torch.Tensor]:
+    """Return the optimized parameters outside all named objects that are saved, by their place in an optimizer."""
+    groups = {} if not is_created(trainer.optimizer) else {"optimizer": trainer.optimizer}
+    groups |= other_optimizers(trainer)
+    saved = [
+        trainer.model,
+        trainer.loss_func,
+        *_saved_or_unsaved(trainer).values(),
+        *all_registered_objects(trainer).values(),
+    ]
+    named = {id(parameter) for owner in saved for parameter in parameters_in(owner)}
+    return {
+        f"{name}[{number}][{index}]": parameter
+        for name, optimizer in groups.items()
+        for number, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+        if id(parameter) not in named
+    }
+
+
+def _holders(trainer: TrainerLike, parameters: frozenset[int]) -> dict[int, nn.Module]:
+    """Return, by parameter id, the largest modules whose trainable parameters are all among these parameters.
+
+    The modules may be anywhere in the program, such as in a closure or a global. The garbage collector finds them, once
+    in a run.
+    """
+    known: dict[frozenset[int], dict[int, nn.Module]] = trainer.current_run.holders
+    if parameters not in known:
+        known[parameters] = _find_holders(parameters, _ids(trainer.model)) if parameters else {}
+    return known[parameters]
+
+
+def _find_holders(parameters: frozenset[int], in_model: set[int]) -> dict[int, nn.Module]:
+    holders: dict[int, nn.Module] = {}
+    sizes: dict[int, int] = {}
+    for module in gc.get_objects():
+        if not issubclass(type(module), nn.Module) or "_parameters" not in vars(module):
+            continue
+        held = _ids(module)
+        trainable = {id(parameter) for parameter in parameters_in(module) if parameter.requires_grad}
+        if held & parameters and trainable <= parameters and not held & in_model:
+            for parameter in held & parameters:
+                size = sizes.get(parameter, -1)
+                if len(held) > size or (len(held) == size and _is_around(module, holders[parameter])):
+                    holders[parameter], sizes[parameter] = module, len(held)
+    return holders
+
+
+def _is_around(module: nn.Module, other: nn.Module) -> bool:
+    """Whether a module wraps another with the same parameters, as ``DistributedDataParallel`` does."""
+    if any(part is other for part in module.modules()):
+        return True
+    contained = any(part is module for part in other.modules())
+    return not contained and type(module).__qualname__ < type(other).__qualname__
+
+
+def _ids(owner: object) -> set[int]:
+    return set(map(id, parameters_in(owner)))
+
+
+def buffers_beside_model(trainer: TrainerLike) -> list[tuple[nn.Module, str]]:
+    """Return the buffers (running statistics, for example) of the loss function and of trained attributes.
+
+    Each buffer is given by its module and name, because a forward pass may assign another tensor.
+    """
+    owners = [*trained_objects(trainer).values(), *loose_parameters(trainer).values()]
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+    loss_buffers = buffers_in([trainer.loss_func]) if isinstance(trainer.loss_func, nn.Module) else []
+    learned = set(map(id, learned_by_loss(trainer).values()))
+    loss_buffers = [(part, name) for part, name in loss_buffers if id(getattr(part, name)) in learned]
+    return [*loss_buffers, *buffers_in(modules)]
+
+
+def learned_by_loss(trainer: TrainerLike) -> dict[str, torch.Tensor]:
+    """Return what the loss function learns, by name: its parameters and buffers, except constants and the model's."""
+    loss_func = trainer.loss_func
+    if not isinstance(loss_func, nn.Module):
+        return {}
+    model = trainer.get_model()
+    torch_losses = [module for module in loss_func.modules() if type(module).__module__ == nn.modules.loss.__name__]
+    others = [
+        *model.parameters(),
+        *model.buffers(),
+        *(buffer for module in torch_losses for buffer in module.buffers()),
+    ]
+    excluded = set(map(id, others))
+    return {
+        name: value
+        for name, value in loss_func.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor)
+        and id(value) not in excluded
+        and (value.requires_grad or not isinstance(value, nn.Parameter))
+    }
