@@ -39,6 +39,7 @@ from pytorch_accel_lite.run.error_notes_seam import ERROR_NOTES, MEMORY_ADVICE
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.job_queues_seam import JOB_QUEUES, JobQueue
 from pytorch_accel_lite.run.latest_records import LoadedWeights
+from pytorch_accel_lite.run.metrics.history import HISTORY_TABLE
 from pytorch_accel_lite.run.metrics.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.metrics.metric_panels import MONITORS, MetricPanel
 from pytorch_accel_lite.run.metrics.metrics_seam import METRICS
@@ -81,12 +82,12 @@ __all__ = [
     "CallbackHandler", "NonFiniteLossError", "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step",
     "StopTrainingError", "TrainerCallback", "TrainerLike", "TrainerRunConfig", "TrainingState", "WatchedMetric",
     # Seams.
-    "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "ERROR_NOTES", "FENCES", "INFERENCE_STEP",
-    "InferenceStep", "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "METRICS", "MODEL_CHANGES",
-    "MODEL_FORMS", "ModelForm", "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "SEQUENTIAL_READER", "RUN_CHECKS",
-    "RunChecks", "SETTINGS_RECORDER", "SHARDING", "SHARED_DATA_CHECKS", "STEP_COMPILER", "STEP_KINDS", "STORES",
-    "SequentialReader", "SettingsRecorder", "Sharding", "StateStore", "StepCompiler", "Store", "USER_ATTRIBUTES",
-    "UserAttributes", "create_division", "replace_step",
+    "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "ERROR_NOTES", "FENCES", "HISTORY_TABLE",
+    "INFERENCE_STEP", "InferenceStep", "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "METRICS",
+    "MODEL_CHANGES", "MODEL_FORMS", "ModelForm", "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "SEQUENTIAL_READER",
+    "RUN_CHECKS", "RunChecks", "SETTINGS_RECORDER", "SHARDING", "SHARED_DATA_CHECKS", "STEP_COMPILER", "STEP_KINDS",
+    "STORES", "SequentialReader", "SettingsRecorder", "Sharding", "StateStore", "StepCompiler", "Store",
+    "USER_ATTRIBUTES", "UserAttributes", "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SHARDED", "SKIPPED_BATCHES", "backward",

@@ -48,7 +48,9 @@ OFFERED: dict[str, tuple[str, ...]] = {
     "muon": ("optimizers.ParameterKinds", "optimizers.muon_with_adamw", "optimizers.split_parameters"),
     "named_schedules": (
         "callbacks.WSDCheckpointCallback",
+        "schedulers.CosineLrScheduler",
         "schedulers.WSDLrScheduler",
+        "schedulers.cosine_scheduler.CosineLrScheduler",
         "schedulers.wsd_scheduler.DECAYS",
         "schedulers.wsd_scheduler.WSDLrScheduler",
         "schedulers.wsd_scheduler.estimate_checkpoint_steps",

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.base.display.templates import Column, render
 from pytorch_accel_lite.base.missing_extensions import missing_name_error
+from pytorch_accel_lite.extension_tools.texts_and_pages import Column, render
 from pytorch_accel_lite.extensions.plots import (
     NothingToPlotError,
     new_figure,

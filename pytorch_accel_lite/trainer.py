@@ -99,7 +99,7 @@ from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, Step
 from pytorch_accel_lite.run.run_data import DataArguments
-from pytorch_accel_lite.run.scheduler_stepping import step_after_epoch
+from pytorch_accel_lite.run.scheduler_stepping import step_after_epoch, step_timms_after_epoch
 from pytorch_accel_lite.run.step_division import create_division
 from pytorch_accel_lite.run.trainer_parts.accelerated_model import PreparedModel
 from pytorch_accel_lite.schedulers.placeholders import (
@@ -1266,13 +1266,9 @@ class Trainer:
         return create_step(self, run)
 
     @reserved
-    def _check_scheduler(self, request: RunRequest, *, steps_itself: bool = False) -> None:
-        """Check that the scheduler can be stepped as the run requests; in its own way if a trainer steps it itself."""
-        overridden = self.current_run.overridden
-        create = None if "create_scheduler" in overridden else self.create_scheduler_fn
-        if not (self.scheduler is None and create is None and request.scheduler_interval == "update"):
-            steps_itself = steps_itself or "scheduler_step" in overridden
-            schedule_checks.check_scheduler(self.scheduler, request, create, steps_itself)
+    def _check_scheduler(self, request: RunRequest) -> None:
+        """Check that the scheduler can be stepped as the run requests."""
+        schedule_checks.check_scheduler(self, request)
 
     @reserved
     def _step_after_epoch(self) -> None:
@@ -1369,21 +1365,7 @@ class TrainerWithTimmScheduler(Trainer):
         self.scheduler.step_update(num_updates=num_updates)
 
     def _step_after_epoch(self) -> None:
-        """Step the scheduler after an epoch: if the run evaluates, a plateau schedule only after its evaluations."""
-        run = self.current_run
-        if self.scheduler is None:
-            return
-        is_evaluated = run.evaluation_interval is None or run.evaluation_is_due
-        loss = next(iter(run.recorded_losses.values()), None) if is_evaluated else None
-        follows_loss = hasattr(self.scheduler, "lr_scheduler")  # timm's plateau schedule, which wraps that of torch
-        if loss is not None or not follows_loss or self.progress.epoch <= self.scheduler.warmup_t:
-            self.scheduler.step(self.progress.epoch, loss)
+        step_timms_after_epoch(self)
 
-    def _check_scheduler(self, request: RunRequest, *, steps_itself: bool = True) -> None:
-        """Check the scheduler, and that the run requests no other interval."""
-        super()._check_scheduler(request, steps_itself=steps_itself)
-        if request.scheduler_interval != "update":
-            raise ValueError(
-                f"scheduler_interval={request.scheduler_interval!r}: TrainerWithTimmScheduler steps timm's schedulers "
-                "after both updates and epochs, as needed. Omit scheduler_interval and scheduler_metric."
-            )
+    def _check_scheduler(self, request: RunRequest) -> None:
+        schedule_checks.check_timms_scheduler(self, request)

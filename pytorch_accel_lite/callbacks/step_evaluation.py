@@ -1,4 +1,4 @@
-"""Evaluating within an epoch by a callback; ``evaluate_every`` of ``train()`` is handled in ``loop/evaluation.py``."""
+"""Evaluating within an epoch by a callback; for ``train(evaluate_every=...)``, see ``loop/due_evaluations.py``."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN, read_che
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
 from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks
 from pytorch_accel_lite.checkpoint.models.frozen_weights import describe_other_weights
-from pytorch_accel_lite.checkpoint.models.states_beside_model import load_loss_state, load_trained_object_states
+from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import load_loss_state, load_trained_object_states
 from pytorch_accel_lite.checkpoint.models.supported_engines import refuse_engines
 from pytorch_accel_lite.checkpoint.models.weights import (
     fit_model_state,

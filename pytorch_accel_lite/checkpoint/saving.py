@@ -33,7 +33,7 @@ from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks
 from pytorch_accel_lite.checkpoint.models.companion_files_seam import COMPANION_WRITERS, SavedModel
 from pytorch_accel_lite.checkpoint.models.frozen_weights import check_has_trainable, leave_out_frozen
 from pytorch_accel_lite.checkpoint.models.model_forms import MODEL_FORMS, WriteModel, find_writer, write_in_form
-from pytorch_accel_lite.checkpoint.models.states_beside_model import (
+from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import (
     loss_state,
     names_beside_model,
     trained_object_states,

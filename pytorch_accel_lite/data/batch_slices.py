@@ -32,11 +32,6 @@ def is_list_of_samples(data: Tree, size: int) -> bool:
     return not any(as_long) or (not all(as_long) and len(kinds) == 1)
 
 
-def slice_batch(data: BatchData, begin: int, end: int, size: int) -> BatchData:
-    """Return the samples from ``begin`` to ``end`` of a batch of ``size`` samples; see ``select_samples()``."""
-    return select_samples(data, slice(begin, end), size)
-
-
 def select_samples(data: BatchData, rows: slice | list[int], size: int) -> BatchData:
     """Return some of the ``size`` samples of a batch, in any order and possibly repeated.
 

@@ -194,8 +194,18 @@ class ShardedLoader(ABC):
 
     @property
     def obstacle(self) -> str:
-        """Why a resumed run would not read the same data; empty if no reason is known."""
+        """Why a resumed run would not read the same data, or only by reading an epoch again; empty if none is known."""
         return ""
+
+    @property
+    def resuming_note(self) -> str:
+        """What to know, before a run is interrupted, about the data of the resumed one; empty if nothing."""
+        if not self.obstacle:
+            return ""
+        return (
+            "If this run is interrupted, the resumed one will not see the same training data as it would have without "
+            f"the interruption: {self.obstacle}."
+        )
 
     def steps(self, epoch: int, start: int = 0, steps_done: int = 0, min_share: int = 1) -> Iterator[Batch]:
         """Return the steps of an epoch, starting after ``start`` samples of all processes.

@@ -16,10 +16,11 @@ from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.random_generators.reachable_objects import nested_in
 from pytorch_accel_lite.base.random_generators.seeding import derive_seed, draw_seed, seed_generators
 from pytorch_accel_lite.data.batches import Batch, Share
+from pytorch_accel_lite.data.computed_order import ComputedOrder
 from pytorch_accel_lite.data.data_marks_seam import Marks, marks_of
 from pytorch_accel_lite.data.loader_base import FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.reading import InMemory, add_missing_note, as_rows, read_rows, reader_of, tensors_in_memory
-from pytorch_accel_lite.data.sample_order import ComputedOrder, Order, draw_order, of_all_processes, order_of_sampler
+from pytorch_accel_lite.data.sample_order import Order, draw_order, of_all_processes, order_of_sampler
 from pytorch_accel_lite.data.sampler_order_checks import WrongLengthError, check_order
 from pytorch_accel_lite.data.sampler_states import EpochRead, advance_sampler, state_of_sampler, warn_of_other_order
 from pytorch_accel_lite.data.shares import Shares, share_bounds

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
-from pytorch_accel_lite.data.sample_order import ComputedOrder
+from pytorch_accel_lite.data.computed_order import ComputedOrder
 from pytorch_accel_lite.data.sampler_order_checks import WrongLengthError
 from pytorch_accel_lite.data.sources import Index, SamplerLike
 

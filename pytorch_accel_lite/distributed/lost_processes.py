@@ -22,12 +22,6 @@ def is_about_lost_process(error: BaseException) -> bool:
     return isinstance(error, ProcessLostError) or bool(_LOST.search(str(error)))
 
 
-def names_connection(error: BaseException) -> bool:
-    """Whether an error of torch names a connection to another process, even if it does not say that it was lost."""
-    text = str(error)
-    return is_about_lost_process(error) or "gloo" in text.lower() or "Connection" in text
-
-
 @contextmanager
 def naming_call(ranks: Ranks, call: str = "") -> Iterator[None]:
     """Within a block, replace an error about a lost connection by an error that names the other process and the reason.

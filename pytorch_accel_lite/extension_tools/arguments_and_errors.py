@@ -21,19 +21,20 @@ from pytorch_accel_lite.base.arguments.argument_checks import (
 from pytorch_accel_lite.base.arguments.checked_calls import checked_calls
 from pytorch_accel_lite.base.arguments.constructor_calls import arguments_of, library_attributes
 from pytorch_accel_lite.base.arguments.paths import is_place, parse_location
-from pytorch_accel_lite.base.display.shown_errors import add_note, describe_error, notes_of
+from pytorch_accel_lite.base.display.shown_errors import add_note, notes_of
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
-from pytorch_accel_lite.base.names.unknown_names import did_you_mean
+from pytorch_accel_lite.base.names.unknown_names import did_you_mean, events_meant, suggest
 from pytorch_accel_lite.base.optional_packages import install_command
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_in_this_package, is_overridden
 
 __all__ = [
     "add_note", "arguments_of", "check_bool", "check_choice", "check_dict", "check_function", "check_int",
     "check_module", "check_names", "check_number", "check_positive_int", "check_positive_number",
-    "check_range", "checked_by", "describe_error", "did_you_mean", "install_command", "is_from_this_package",
-    "is_in_this_package", "is_overridden", "library_attributes", "may_differ", "missing_extension_text",
-    "notes_of", "optional", "parse_location", "checked_calls", "warn_outside",
+    "check_range", "checked_by", "checked_calls", "describe_error", "did_you_mean", "events_meant",
+    "install_command", "is_from_this_package", "is_in_this_package", "is_overridden", "library_attributes",
+    "may_differ", "missing_extension_text", "notes_of", "optional", "parse_location", "suggest",
+    "warn_outside",
 ]  # fmt: skip
 
 #: Names of arguments for devices, parts of a job, and data.
@@ -45,3 +46,9 @@ _ELSEWHERE = re.compile(
 def may_differ(argument: str) -> bool:
     """Return whether an argument, by its name, may differ in a resumed run, as a place or a device may."""
     return is_place(argument) or _ELSEWHERE.fullmatch(argument) is not None
+
+
+def describe_error(error: Exception) -> str:
+    """Return the class and the first line of an error."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1] if 'Original Traceback' in str(error) else lines[0]}"

@@ -20,7 +20,7 @@ from pytorch_accel_lite.data.batch_adapter import (
     shapes_are_known,
 )
 from pytorch_accel_lite.data.batch_size import infer_batch_size, is_as_long, is_packed
-from pytorch_accel_lite.data.batch_slices import WHAT_CAN_BE_SPLIT, is_list_of_samples, select_samples, slice_batch
+from pytorch_accel_lite.data.batch_slices import WHAT_CAN_BE_SPLIT, is_list_of_samples, select_samples
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.data_marks_seam import DATA_MARKS, Marks, marks_of
@@ -121,3 +121,8 @@ def list_samples(indices: list[Index]) -> str:
             return f"samples [{first} to {last}]"
     most = [short_repr(index) for index in indices[:_MOST_SAMPLES]]
     return f"samples [{', '.join(most)}{', ...' if len(indices) > len(most) else ''}]"
+
+
+def slice_batch(data: BatchData, begin: int, end: int, size: int) -> BatchData:
+    """Return the samples from ``begin`` to ``end`` of a batch of ``size`` samples; see ``select_samples()``."""
+    return select_samples(data, slice(begin, end), size)

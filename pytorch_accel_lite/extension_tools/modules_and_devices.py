@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
+from torch import nn
 
 from pytorch_accel_lite.base.machine.devices import (
     AsyncCopy,
@@ -27,7 +28,7 @@ from pytorch_accel_lite.base.modules.quantised_weights import (
     quantised_entries,
 )
 from pytorch_accel_lite.base.modules.sharded_weights import are_sharded, local_shard, reshard
-from pytorch_accel_lite.base.modules.unwrapping import class_of, unsharded_class, unwrap
+from pytorch_accel_lite.base.modules.unwrapping import unwrap
 from pytorch_accel_lite.base.types import ChosenModules
 
 __all__ = [
@@ -47,3 +48,14 @@ def capacity_of(device: torch.device) -> int | None:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error means that the device or the host ran out of memory."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or should_reduce_batch_size(error)
+
+
+def class_of(model: nn.Module) -> type[nn.Module]:
+    """Return the class of a model in the user's program, even if ``fully_shard`` has derived another from it."""
+    return unsharded_class(type(model))
+
+
+def unsharded_class(kind: type) -> type:
+    """Return the class from which ``fully_shard`` has derived a class; any other class unchanged."""
+    is_derived = len(kind.__mro__) > 2 and kind.__mro__[1].__name__ == "FSDPModule"
+    return kind.__mro__[2] if is_derived else kind

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from pytorch_accel_lite.distributed.gradient_sync import average_gradients, no_sync_within_window, sync_ddp_buffers
@@ -18,7 +20,7 @@ from pytorch_accel_lite.optimizers.optimizer_types import CreateScheduler, Train
 from pytorch_accel_lite.optimizers.param_group_options import (
     Options,
     ParamGroup,
-    format_rates,
+    Rate,
     initial_options,
     layer_scales,
     scheduled_options,
@@ -26,16 +28,16 @@ from pytorch_accel_lite.optimizers.param_group_options import (
 )
 from pytorch_accel_lite.run.accumulation import Count, as_weight
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers, set_optimizer_modes
-from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import (
-    all_optimized_parameters,
-    parameters_not_in_model,
-)
-from pytorch_accel_lite.run.trainer_parts.trainer_attributes import (
+from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import (
     all_registered_objects,
     buffers_in,
     other_modules,
     other_optimizers,
+)
+from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers, set_optimizer_modes
+from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import (
+    all_optimized_parameters,
+    parameters_not_in_model,
 )
 from pytorch_accel_lite.steps.clipping import total_norm
 
@@ -62,3 +64,8 @@ def current_rates(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
         if rate is not None:
             rates[name] = rate.clone() if isinstance(rate, torch.Tensor) else rate
     return rates
+
+
+def format_rates(rates: Sequence[Rate | torch.Tensor]) -> str:
+    """Return learning rates as a text, each once."""
+    return ", ".join(dict.fromkeys("none" if rate is None else f"{rate:.3g}" for rate in rates))

@@ -1,9 +1,11 @@
 """The processes of a job: messages, time limits, where they wait and which are lost."""
 
+from __future__ import annotations
+
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.control_group import ControlGroup
 from pytorch_accel_lite.distributed.launched_processes import die_with_parent
-from pytorch_accel_lite.distributed.lost_processes import names_connection
+from pytorch_accel_lite.distributed.lost_processes import is_about_lost_process
 from pytorch_accel_lite.distributed.message_encoding import Message, decode
 from pytorch_accel_lite.distributed.ranks import chosen_timeout, set_timeout, timeout_of, use_ranks
 from pytorch_accel_lite.distributed.shard_holders import Holders, current_holders, use_holders
@@ -22,3 +24,9 @@ __all__ = [
     "describe_call", "describe_frame", "die_with_parent", "innermost_function", "is_in_backward", "is_library_frame",
     "names_connection", "open_trainers", "set_timeout", "timeout_of", "use_holders", "use_ranks",
 ]  # fmt: skip
+
+
+def names_connection(error: BaseException) -> bool:
+    """Whether an error of torch names a connection to another process, even if it does not say that it was lost."""
+    text = str(error)
+    return is_about_lost_process(error) or "gloo" in text.lower() or "Connection" in text

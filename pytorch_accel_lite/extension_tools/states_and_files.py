@@ -1,9 +1,17 @@
 """Weights and training states, and writing files."""
 
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import nn
+
 from pytorch_accel_lite.checkpoint.disk.atomic_files import write_bytes
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
-from pytorch_accel_lite.checkpoint.disk.shards import every_part_is_held, find_tensors
+from pytorch_accel_lite.checkpoint.disk.shards import find_tensors, first_holder, is_sharded_tensor
 from pytorch_accel_lite.checkpoint.disk.torch_files import load_plain
 from pytorch_accel_lite.checkpoint.models.frozen_weights import (
     check_has_trainable,
@@ -11,7 +19,7 @@ from pytorch_accel_lite.checkpoint.models.frozen_weights import (
     model_checksums,
     weight_checksums,
 )
-from pytorch_accel_lite.checkpoint.models.model_forms import is_of_peft, is_of_timm
+from pytorch_accel_lite.checkpoint.models.model_forms import is_of_peft
 from pytorch_accel_lite.checkpoint.models.supported_engines import (
     check_states_are_possible,
     refuse_engines,
@@ -20,7 +28,7 @@ from pytorch_accel_lite.checkpoint.models.supported_engines import (
 from pytorch_accel_lite.checkpoint.models.weights import full_state_dict, sharded_like, verify_weights, without_compile
 from pytorch_accel_lite.checkpoint.states.state_store import remove_old_states, state_name
 from pytorch_accel_lite.checkpoint.stores_by_url import open_store
-from pytorch_accel_lite.run.trainer_parts.trained_beside_model import (
+from pytorch_accel_lite.run.trainer_parts.trained_objects import (
     buffers_beside_model,
     loose_parameters,
     saved_optimizers,
@@ -35,3 +43,21 @@ __all__ = [
     "remove_old_states", "saved_optimizers", "sharded_like", "state_name", "trained_objects",
     "unsaved_attribute_names", "verify_weights", "weight_checksums", "without_compile", "write_bytes",
 ]  # fmt: skip
+
+
+def is_of_timm(model: nn.Module) -> bool:
+    """Whether a model was made by ``timm.create_model``, rather than being a part of such a model."""
+    return "timm" in sys.modules and isinstance(getattr(model, "pretrained_cfg", None), Mapping)
+
+
+def every_part_is_held(tensor: torch.Tensor, holders: Collection[int]) -> bool:
+    """Whether each part of a tensor is in the memory of a process that is left. One that is not sharded is on all.
+
+    Args:
+        holders: the processes that are left of those in the meshes, by their ranks in these
+    """
+    if not is_sharded_tensor(tensor):
+        return True
+    positions = tensor.device_mesh.mesh
+    coordinates = positions.new_ones(positions.shape).nonzero().tolist()
+    return all(first_holder(tensor, coordinate, holders) is not None for coordinate in coordinates)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, TextIO
 
 from tqdm import tqdm
 
 from pytorch_accel_lite.base.display.escaping import escape_unprintable
-from pytorch_accel_lite.base.display.formatting import listed, wrapped
-from pytorch_accel_lite.base.display.reprs import html_table, short_repr
-from pytorch_accel_lite.base.display.templates import Column, render
-from pytorch_accel_lite.base.display.terminals_and_notebooks import in_notebook, is_terminal, shows_live
+from pytorch_accel_lite.base.display.formatting import is_terminal, listed, wrapped
+from pytorch_accel_lite.base.display.reprs import short_repr
 from pytorch_accel_lite.base.values.plain_values import as_number_or_text, as_plain, to_number
+from pytorch_accel_lite.extension_tools.templates import Column, render
 
 __all__ = [
     "Column", "Report", "align", "as_number_or_text",
@@ -53,6 +54,21 @@ class Report:
         return html_table(self.summary(), self.rows(), notes=self.notes())
 
 
+def html_table(
+    title: str,
+    rows: Iterable[Sequence[object]],
+    columns: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    bold: Iterable[tuple[int, int]] = (),
+) -> str:
+    """Return an HTML table; without ``columns``, the rows are names and values.
+
+    Args:
+        bold: rows and columns of the cells to be shown in bold
+    """
+    return render("table.html", title=title, rows=list(rows), columns=columns, notes=notes, bold=set(bold))
+
+
 def align(rows: Sequence[Sequence[str]], num_left: int = 0) -> list[str]:
     """Return rows of cells as lines with aligned columns: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -70,3 +86,19 @@ def format_duration(seconds: float) -> str:
         return f"{seconds:.2f}s" if seconds < 9.995 else f"{seconds:.1f}s"
     interval: str = tqdm.format_interval(round(seconds))
     return interval.removeprefix("0")
+
+
+def in_notebook() -> bool:
+    """Whether this program runs in an IPython kernel that shows displays, rather than merely importing IPython.
+
+    In processes forked by a kernel, as by Accelerate's ``notebook_launcher``, Jupyter shows only text.
+    """
+    ipython = sys.modules.get("IPython")
+    kernel = getattr(ipython and ipython.get_ipython(), "kernel", None)
+    session = getattr(kernel, "session", None)
+    return kernel is not None and getattr(session, "pid", os.getpid()) == os.getpid()
+
+
+def shows_live(stream: TextIO | None) -> bool:
+    """Whether what is written to a stream is watched as it appears, in a notebook or a terminal, not kept as lines."""
+    return in_notebook() or is_terminal(stream)

@@ -12,7 +12,6 @@ from functools import partial
 
 from torch import nn
 
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.modules.module_modes import preserving_modes
 from pytorch_accel_lite.base.random_generators.generator_states import preserving_generators
 from pytorch_accel_lite.base.user_code import is_overridden
@@ -26,16 +25,13 @@ from pytorch_accel_lite.loop.lifecycle import ending, entering
 from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
-from pytorch_accel_lite.run.ending.stop_errors import StopTrainingError
 from pytorch_accel_lite.run.error_notes_seam import adding_error_notes
-from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.latest_records import EvaluationRecord
-from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory, count_values
+from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory, count_values, counts_before_growth
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import DataArguments
-from pytorch_accel_lite.run.scheduler_stepping import step_within_epoch
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches
 
 
@@ -78,6 +74,8 @@ def evaluate_all(trainer: TrainerLike, run: Run, kind: EvaluationKind) -> dict[s
     data = run.data
     losses: dict[str, float] = {}
     loaders = data.eval_loaders or {"": data.required_eval_loader}
+    if kind is EvaluationKind.OF_RUN:
+        run.training.counts_before_evaluation = count_values(trainer.run_history)
     try:
         for number, (name, loader) in enumerate(loaders.items(), 1):
             prefix = f"{name}_" if name else ""
@@ -98,6 +96,8 @@ def evaluate_all(trainer: TrainerLike, run: Run, kind: EvaluationKind) -> dict[s
     finally:
         data.eval_dataset_name = None
         run.completes_evaluation = False
+    if kind is EvaluationKind.OF_RUN:
+        run.training.counts_before_evaluation = None
     return losses
 
 
@@ -106,46 +106,6 @@ def _evaluation_on(trainer: TrainerLike, run: Run, loader: ShardedLoader, kind: 
     if not is_overridden(trainer, "_run_eval_epoch"):
         return partial(evaluate_dataset, trainer, run, loader, kind)
     return partial(trainer._run_eval_epoch, loader, **kind.flags)
-
-
-def begin_evaluations(run: Run) -> None:
-    """Determine when a training run evaluates, from its beginning or from the point at which it resumes."""
-    every = run.request.evaluate_every
-    if not run.data.all_eval_loaders:
-        if every is not None and run.data.ranks.rank == 0:
-            warn_outside(f"evaluate_every={every!r} has no effect: train() was given no eval_dataset.")
-        return
-    run.evaluation_interval = interval = (
-        Interval(run.request.eval_every_n_epochs, "epochs") if every is None else Interval(every)
-    )
-    interval.start(run, "" if every is None else "evaluate_every")
-    if run.resumed is not None and (saved := run.resumed.shared.get("evaluations")) is not None:
-        interval.load_state_dict(saved, run)
-
-
-def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) -> None:
-    """Evaluate within an epoch, if that is due, and step a scheduler that follows a metric.
-
-    Args:
-        ends_epoch: whether the steps of the epoch are over. An evaluation that is then due, except by time, takes place
-            after the epoch.
-    """
-    interval = run.evaluation_interval
-    if interval is None or run.is_finished or not interval.is_due(run):
-        return
-    if ends_epoch and (run.ends_with_epoch or not interval.is_time):
-        return
-    inner = run.derive()
-    stopped: StopTrainingError | None = None
-    try:
-        _evaluate_in_derived_run(trainer, inner, EvaluationKind.OF_RUN)
-    except StopTrainingError as stop:  # of a callback, which may come after a complete evaluation
-        stopped = stop
-    if inner.epoch_phase == EpochPhase.EVALUATED:
-        interval.advance(run)
-        step_within_epoch(trainer)
-    if stopped is not None:
-        raise stopped
 
 
 @contextmanager
@@ -267,10 +227,10 @@ def run_evaluation(
         replaced(handler, timer=trainer.callback_handler.timer),
         replaced(trainer, model=used, callback_handler=handler),
     ):
-        return _evaluate_in_derived_run(trainer, run, kind)
+        return evaluate_in_derived_run(trainer, run, kind)
 
 
-def _evaluate_in_derived_run(trainer: TrainerLike, run: Run, kind: EvaluationKind) -> dict[str, float]:
+def evaluate_in_derived_run(trainer: TrainerLike, run: Run, kind: EvaluationKind) -> dict[str, float]:
     """Evaluate in a run derived from the training run, which stays unchanged."""
     trained = trainer.model if run.trained_model is None else run.trained_model
     with entering(trainer, run, "run_evaluation()"), preserving_generators(), preserving_modes(trained.modules()):
@@ -292,8 +252,7 @@ def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, MetricValue]]
     try:
         yield latest
     finally:
-        counts = count_values(history)
-        before = {name: counts_before.get(name, 0) for name in counts if counts[name] > counts_before.get(name, 0)}
+        before = counts_before_growth(history, counts_before)
         latest.update((name, history.get_latest_metric(name)) for name in before)
         if outer is not None:
             history.shorten({name: before[name] for name in before.keys() & outer.request.metrics.evaluated})

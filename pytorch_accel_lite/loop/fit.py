@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.arguments.argument_checks import refuse_class
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
-from pytorch_accel_lite.base.names.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.random_generators.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.random_generators.seeding import seed_run
 from pytorch_accel_lite.base.user_code import is_from_this_package, is_overridden
@@ -19,6 +18,7 @@ from pytorch_accel_lite.checkpoint.disk.locks import lock_path
 from pytorch_accel_lite.checkpoint.state_to_resume import find_state
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
 from pytorch_accel_lite.checkpoint.states.state_contents import check_history
+from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
 from pytorch_accel_lite.loop import custom_loops, training
 from pytorch_accel_lite.loop.guards.optimizer_checks import check_optimizers
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_ranks, settings_of_optimizer
@@ -38,6 +38,7 @@ from pytorch_accel_lite.run.latest_records import TrainingRecord
 from pytorch_accel_lite.run.metrics.history import InMemoryRunHistory
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
 from pytorch_accel_lite.run.run_data import DataArguments
 
 
@@ -51,11 +52,12 @@ def fit(
 ) -> None:
     """Train in a run, from the beginning or from a state."""
     call = "train()" if resume_from is None else "train(resume_from=...)"
+    batch_size = int(train_arguments.batch_size)  # it may be an integer of numpy; evaluations have the same
     with run.goodput.running(), entering(trainer, run, call):
         configure(trainer, run)
         find_state_to_resume(trainer, run, resume_from)
-        prepare_data(trainer, run, train_arguments, eval_arguments)
-        prepare_training(trainer, run, run.data.eval_arguments.batch_size)
+        prepare_data(trainer, run, batch_size, train_arguments.loader_kwargs, eval_arguments.loader_kwargs)
+        prepare_training(trainer, run, batch_size)
         begin_schedule(trainer, run)
         begin_or_resume(trainer, run, reset_run_history)
         with ending_at_signals(run.control.request) if run.request.ends_at_signals else nullcontext():
@@ -73,9 +75,8 @@ def configure(trainer: TrainerLike, run: Run) -> None:
     request, callbacks = run.request, trainer.callback_handler.callbacks
     of_users = [one for one in (trainer, *callbacks) if not is_from_this_package(type(one))]
     if of_users and run.ranks.rank == 0:
-        trainer.callback_handler.warn_of_unknown_events()
-        for warn_of_habit in OTHER_LIBRARIES.habits:
-            warn_of_habit(of_users)
+        for check in RUN_CHECKS.of_user_code:
+            check(of_users)
     trainer.callback_handler.configure_run(trainer, request, is_outermost=True)
     if request.auto_microbatch or request.skips_in_evaluation or request.skips_failed_batches:
         choose_inference_step(trainer, run, request)
@@ -118,21 +119,24 @@ def find_state_to_resume(trainer: TrainerLike, run: Run, resume_from: str | os.P
         check_history(trainer.run_history)
     if saves_states or run.request.paths:
         run.user_attributes.note_created(trainer)
+    run.user_attributes.note_modules(trainer)
     if resume_from is not None:
         run.resumed = find_state(trainer, run.request.state_sources, resume_from)
 
 
-def prepare_data(trainer: TrainerLike, run: Run, train_arguments: DataArguments, eval_arguments: DataArguments) -> None:
+def prepare_data(
+    trainer: TrainerLike, run: Run, batch_size: int, train_kwargs: LoaderKwargs | None, eval_kwargs: LoaderKwargs | None
+) -> None:
     """Seed the generators, and create the loaders, whose order may depend on the seed or on the resumed state."""
     _set_seeds(trainer, run)
-    data, size, eval_kwargs = run.data, int(train_arguments.batch_size), eval_arguments.loader_kwargs
-    create_train_loader(trainer, run, size, train_arguments.loader_kwargs)
+    data = run.data
+    create_train_loader(trainer, run, batch_size, train_kwargs)
     check_gives_batches(data.required_train_loader, "train_dataset")
     data.eval_arguments = DataArguments(
-        data.eval_dataset, size, eval_kwargs, data.collate_fn, run.request.auto_microbatch
+        data.eval_dataset, batch_size, eval_kwargs, data.collate_fn, run.request.auto_microbatch
     )
     if data.eval_dataset is not None:
-        create_eval_loaders(trainer, run, size, eval_kwargs)
+        create_eval_loaders(trainer, run, batch_size, eval_kwargs)
     apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
     # If a callback requests the end of the run, the request waits until the run has started and can end in order.
     trainer.callback_handler.call_event_passing_stops("on_dataloaders_created", run.control.request, trainer)
@@ -156,7 +160,7 @@ def _set_seeds(trainer: TrainerLike, run: Run) -> None:
 def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     """Prepare the model and the optimizer, and make the config of the run, its accumulation window and its step."""
     had_optimizer = is_created(trainer.optimizer)
-    run.sharding = find_sharding(trainer, run)  # again, as a callback may have sharded the model
+    run.sharding = find_sharding(trainer, run)  # now, as a callback may have sharded the model
     if run.sharding is not None:
         run.sharding.prepare_training(trainer, run, batch_size)
     prepare_model(trainer, training=True)

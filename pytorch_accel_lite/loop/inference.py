@@ -52,11 +52,7 @@ def inference_run(trainer: TrainerLike, request: RunRequest, arguments: DataArgu
     run.data.collate_fn = arguments.collate_fn
     with entering(trainer, run, "evaluate()" if request.kind == "evaluation" else "predict()"):
         trainer.callback_handler.configure_run(trainer, request, is_outermost=run.outer is None)
-        splits = run.request.auto_microbatch or request.auto_microbatch
-        requested = replace(
-            run.request, max_batches=request.max_batches, first_sample=request.first_sample, auto_microbatch=splits
-        )
-        run.request = request if run.outer is None else requested
+        run.request = request if run.outer is None else _within_another_run(run.request, request)
         choose_inference_step(trainer, run, request)
         create_eval_loaders(trainer, run, batch_size, arguments.loader_kwargs)
         prepare_model(trainer, training=False)
@@ -65,6 +61,16 @@ def inference_run(trainer: TrainerLike, request: RunRequest, arguments: DataArgu
             if request.kind == "evaluation":
                 run.drop_previous()
         yield run
+
+
+def _within_another_run(outer: RunRequest, request: RunRequest) -> RunRequest:
+    """Return the request of an evaluation or a prediction within another run: of that run, but for what is read."""
+    return replace(
+        outer,
+        max_batches=request.max_batches,
+        first_sample=request.first_sample,
+        auto_microbatch=outer.auto_microbatch or request.auto_microbatch,
+    )
 
 
 def choose_inference_step(trainer: TrainerLike, run: Run, request: RunRequest) -> None:

@@ -17,7 +17,7 @@ from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.loop.gather_for_metrics import gathering_uneven_batches
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_call
 from pytorch_accel_lite.loop.model_setup import check_model_has_values, release_model
-from pytorch_accel_lite.optimizers.param_group_options import note_initial_options, note_rates
+from pytorch_accel_lite.optimizers.param_group_options import note_initial_options, note_options
 from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.run.error_notes_seam import add_error_notes
 from pytorch_accel_lite.run.run import SHARDING, Run, Sharding, TrainerLike
@@ -39,10 +39,9 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     trainer.current_run = run
     try:
         with ExitStack() as run.cleanup, _applying_settings(trainer), _begun_together(trainer, run, call):
-            run.sharding = find_sharding(trainer, run)
             if run.outer is None:
-                if run.sharding is not None:
-                    run.sharding.begin_run(trainer, run)
+                if (sharding := find_sharding(trainer, run)) is not None:
+                    sharding.begin_run(trainer, run)
                 check_model_has_values(trainer)
             yield
         shutdown.record_end(failed=False)
@@ -56,7 +55,7 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
         run.resumed = None
         if run.schedule.initial_options:
             note_initial_options(trainer.optimizer, run.schedule.initial_options)
-            note_rates(trainer.optimizer)
+            note_options(trainer.optimizer)
         # This also ends predictions that were started within the run and not iterated to their end.
         trainer.open_runs[:] = [other for other in trainer.open_runs if other is not run and other.outer is not run]
         run.outer = None

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from pytorch_accel_lite.base.display.formatting import listed
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.machine.devices import is_asynchronous, record_event
 from pytorch_accel_lite.base.modules.module_modes import evaluation_mode
 from pytorch_accel_lite.base.random_generators.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.types import StateDict, Tree
-from pytorch_accel_lite.base.values.nested_data import parts_in, tensors_in
+from pytorch_accel_lite.base.values.nested_data import tensors_in
 from pytorch_accel_lite.data.batch_size import infer_batch_size
-from pytorch_accel_lite.data.batches import Batch
-from pytorch_accel_lite.data.concatenation import Concatenation, ListOfSamples, concatenate, to_cpu
+from pytorch_accel_lite.data.concatenation import Concatenation, concatenate, to_cpu
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
+from pytorch_accel_lite.loop.guards.prediction_checks import warn_of_lost_lists, warn_of_rows
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import end_failed_run
 from pytorch_accel_lite.run.error_notes_seam import adding_error_notes
@@ -239,29 +236,12 @@ def _own_outputs(
             size = None if isinstance(output, torch.Tensor) else infer_batch_size(batch.data, batch.num_samples)
             shares.append(to_cpu(output, size, copy))
             if not is_checked:
-                is_checked = _warn_of_rows(batch, shares[-1])
-                _warn_of_lost_lists(batch, output)
+                is_checked = warn_of_rows(batch, shares[-1])
+                warn_of_lost_lists(batch, output)
         del output  # before the next takes memory
         if batch.share is None or batch.share.ends_step:
             yield shares
             shares = []
-
-
-def _warn_of_rows(batch: Batch, output: Tree) -> bool:
-    """Warn if no output has a row for each sample; return whether the batch was sufficient to know."""
-    if batch.num_samples is None or batch.num_samples < 2:
-        return False
-    sizes = {batch.num_samples, infer_batch_size(batch.data, batch.num_samples)}
-    if isinstance(output, ListOfSamples):
-        return True  # a detector's list with an element for each sample
-    rows = [len(part) for part in parts_in([output]) if isinstance(part, torch.Tensor) and part.ndim]
-    if rows and sizes.isdisjoint(rows):
-        warn_outside(
-            f"The model returned {rows[0]} rows for a batch of {batch.num_samples} samples. Predictions are "
-            "concatenated as they are, so they will not have a row for each sample, and how many there are depends on "
-            "the batch size and the number of processes. Return outputs with the samples in the first dimension."
-        )
-    return True
 
 
 def _outer_run_between_parts(trainer: TrainerLike, run: Run, steps: Iterator[list[Tree]]) -> Iterator[list[Tree]]:
@@ -275,23 +255,3 @@ def _outer_run_between_parts(trainer: TrainerLike, run: Run, steps: Iterator[lis
             if run in trainer.open_runs:
                 run.previous = trainer.current_run
                 trainer.current_run = run
-
-
-def _warn_of_lost_lists(batch: Batch, output: Tree) -> None:
-    """Warn of texts and numbers of each sample that are left out of a dict of outputs, as they are not tensors."""
-    size = batch.num_samples
-    if not isinstance(output, Mapping) or size is None or size < 2:  # of one sample, each list may be a setting
-        return
-    lost = [repr(name) for name, value in output.items() if _has_values_of_samples(value, size)]
-    if lost:
-        warn_outside(
-            f"predict leaves out {listed(lost)}: in a dict of outputs, only tensors are kept. Return tensors, such as "
-            "the indices of samples, or a list with a dict for each sample."
-        )
-
-
-def _has_values_of_samples(value: object, size: int) -> bool:
-    """Whether an array, or a list of texts or numbers, has an element for each sample."""
-    if isinstance(value, np.ndarray):
-        return value.ndim > 0 and len(value) == size
-    return type(value) is list and len(value) == size and all(isinstance(item, (str, int, float)) for item in value)

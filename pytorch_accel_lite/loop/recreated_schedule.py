@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from itertools import pairwise
 
 from pytorch_accel_lite.loop.scheduler_creation import create_from_options
 from pytorch_accel_lite.optimizers.param_group_options import Rate, initial_options, learning_rates
@@ -81,7 +82,9 @@ def resume_schedule(trainer: TrainerLike, run: Run, state: TrainingState) -> Non
 
 def _check_continuity(trainer: TrainerLike, had: list[Rate], around: list[tuple[float, ...]], about: str) -> None:
     for rate, near in zip(had, around, strict=True):
-        if rate is not None and not 0.95 * min(near) <= rate <= 1.05 * max(near):
+        # Between two updates a schedule may change further than at them, as right before a warm restart.
+        step = 0.0 if rate is None else max((abs(after - before) for before, after in pairwise(near)), default=0.0)
+        if rate is not None and not 0.95 * (min(near) - step) <= rate <= 1.05 * (max(near) + step):
             raise ValueError(
                 f"{about}. But {type(trainer.scheduler).__name__} has learning rates from {min(near):.3g} to "
                 f"{max(near):.3g} near there, and the run had {rate:.3g}. Its lengths must follow those of the run: "

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pytorch_accel_lite.base.types import JsonObject
-from pytorch_accel_lite.checkpoint.models.states_beside_model import describe_attributes
+from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import describe_attributes
 from pytorch_accel_lite.checkpoint.models.trainability import note_trainability
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
 from pytorch_accel_lite.checkpoint.states.state_contents import restore_after_start, restore_again, restore_before_start
@@ -52,12 +52,19 @@ def begin_resuming(trainer: TrainerLike, run: Run) -> None:
 
 @contextmanager
 def ending_resumption_at_latest(trainer: TrainerLike, run: Run) -> Iterator[None]:
-    """End the resumption after the loop of a run, if no epoch has: nothing was left to do, or an event stopped it."""
+    """End the resumption after the loop of a run, if no epoch has: nothing was left to do, or an event stopped it.
+
+    If the run was stopped within an epoch, the losses of this epoch are recorded as they were then.
+    """
     stopped: StopTrainingError | None = None
     try:
         yield
     except StopTrainingError as stop:
         stopped = stop
+    if run.resumed is not None and run.end.reason is not None and not run.epoch_is_trained:
+        run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
+        end_resuming(trainer, run)
+        run.record_interrupted_epoch(trainer.run_history)
     end_resuming(trainer, run)
     if stopped is not None:
         raise stopped
@@ -108,11 +115,8 @@ def print_state_contents(trainer: TrainerLike, run: Run) -> None:
     for described in (describe_attributes(trainer), run.user_attributes.describe_unsaved(trainer)):
         if described:
             trainer.print(described)
-    if obstacle := getattr(run.data.train_loader, "obstacle", ""):
-        trainer.print(
-            "If this run is interrupted, the resumed one will not see the same training data as it would have without "
-            f"the interruption: {obstacle}."
-        )
+    if note := getattr(run.data.train_loader, "resuming_note", ""):
+        trainer.print(note)
 
 
 def _is_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:

@@ -11,7 +11,8 @@ from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, Trai
 from pytorch_accel_lite.optimizers.param_group_options import (
     Options,
     initial_options,
-    noted_rates,
+    names_of_initial,
+    noted_options,
     scheduled_options,
     set_options,
 )
@@ -44,7 +45,7 @@ def _begin_from_initial_rates(trainer: TrainerLike, run: Run, has_schedule: bool
     """
     optimizer = trainer.optimizer
     now = scheduled_options(optimizer)
-    initial = initial_options(optimizer, noted_rates(optimizer))
+    initial = initial_options(optimizer, noted_options(optimizer))
     try:
         continues = has_schedule and _create_or_continue(trainer, initial, now)
         trainer._check_scheduler(run.request)
@@ -78,14 +79,17 @@ def create_from_options(trainer: TrainerLike, options: Options) -> TrainerSchedu
     """Create a scheduler for an optimizer with these options and no traces of an earlier schedule."""
     groups = trainer.optimizer.param_groups
     set_options(trainer.optimizer, options)
-    traces = [group.pop("initial_lr", None) for group in groups]
+    had_initial = [names_of_initial(group) for group in groups]
+    for group, names in zip(groups, had_initial, strict=True):
+        for name in names:
+            del group[f"initial_{name}"]
     scheduler = None
     try:
         scheduler = trainer.create_scheduler()
     finally:
-        for group, values, trace in zip(groups, options, traces, strict=True):
-            if "lr" in values and (scheduler is not None or trace is not None):
-                group.setdefault("initial_lr", values["lr"])
+        for group, values, names in zip(groups, options, had_initial, strict=True):
+            for name in values.keys() & {*names, *(() if scheduler is None else ("lr",))}:
+                group.setdefault(f"initial_{name}", values[name])
     return scheduler
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -22,12 +21,12 @@ from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.base.values.tensor_bits import distinct_elements
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_parts.trained_beside_model import trained_objects
-from pytorch_accel_lite.run.trainer_parts.trainer_attributes import (
+from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import (
     all_registered_objects,
     other_modules,
     other_optimizers,
 )
+from pytorch_accel_lite.run.trainer_parts.trained_objects import trained_objects
 
 
 class Snapshot(ExitStack):
@@ -139,24 +138,4 @@ def replaced(owner: object, **values: object) -> Iterator[None]:
         for name, value in values.items():
             before.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
-        yield
-
-
-@contextmanager
-def preserving_attributes(*owners: object) -> Iterator[None]:
-    """Restore all attributes of objects after a block.
-
-    This includes the contents of lists, dicts, sets and deques, and the states of random generators.
-    """
-    with Snapshot() as before:
-        before.keep_generators_of(owners)
-        for owner in owners:
-            held = dict(vars(owner))
-            before.callback(vars(owner).update, held)
-            before.callback(vars(owner).clear)
-            for value in held.values():
-                if isinstance(value, (list, dict, set, deque)):
-                    add = value.update if isinstance(value, (dict, set)) else value.extend
-                    before.callback(add, copy.copy(value))
-                    before.callback(value.clear)
         yield

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed.gradient_sync import no_sync_within_window, sync_ddp_buffers
-from pytorch_accel_lite.loop.evaluation import EvaluationKind, begin_evaluations, evaluate_all, evaluate_if_due
+from pytorch_accel_lite.loop.due_evaluations import begin_evaluations, evaluate_if_due
+from pytorch_accel_lite.loop.evaluation import EvaluationKind, evaluate_all
 from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, steps_of_stream, warn_of_nonfinite_weights
@@ -26,7 +28,7 @@ from pytorch_accel_lite.loop.resuming import (
 )
 from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.run.error_notes_seam import add_error_notes
-from pytorch_accel_lite.run.parts_of_run import GlobalModes
+from pytorch_accel_lite.run.loop_state import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
@@ -142,6 +144,7 @@ def _begin_train_epoch(trainer: TrainerLike, run: Run) -> ShardedLoader:
     if trainer.callback_handler.listeners["on_train_epoch_start"]:
         call_start_event(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
+    run.loop.must_sync_at_start = run.resumed is not None
     end_resuming(trainer, run, options)
     loader = run.data.train_loader
     if not isinstance(loader, ShardedLoader):  # a callback has set trainer.train_dataloader
@@ -216,7 +219,8 @@ def run_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     window.is_ending = batch.is_last or window.filled == window.steps
     run.batch, run.batch_number = batch, step_number
     if listeners["on_train_step_start"]:
-        trainer.call_event("on_train_step_start")
+        call_event = partial(_call_and_sync, trainer, run) if run.loop.must_sync_at_start else trainer.call_event
+        call_event("on_train_step_start")
     window.is_in_step = True
     forward_backward = run.training_step.forward_backward if window.steps == 1 else _accumulate
     output = forward_backward(trainer, run, batch)
@@ -240,6 +244,13 @@ def run_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
         if run.control.must_sync:
             run.control.sync(can_save=True)
     run.batch, run.batch_number = None, run.progress.step
+
+
+def _call_and_sync(trainer: TrainerLike, run: Run, event: str) -> None:
+    """Call an event of the first step of a resumed run, and stop all processes at once if its callbacks ask for it."""
+    trainer.call_event(event)
+    run.loop.must_sync_at_start = False
+    run.control.sync(now=True)
 
 
 def _accumulate(trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:

@@ -16,8 +16,9 @@ from pytorch_accel_lite.base.values.plain_values import to_number
 from pytorch_accel_lite.optimizers.optimizer_parts import parts_of_optimizer
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 
-# Options that schedules change in parameter groups. torch and timm also store the initial rate there, as "initial_lr".
+# Options that torch's schedules change in parameter groups. Schedulers store initial values there, as "initial_lr".
 _SCHEDULED = ("lr", "momentum", "betas")
+_INITIAL = "initial_"
 
 #: Values of options, such as those that schedules change, by name, for each parameter group.
 Options: TypeAlias = list[dict[str, Any]]
@@ -25,8 +26,8 @@ Options: TypeAlias = list[dict[str, Any]]
 ParamGroup: TypeAlias = dict[str, Any]
 #: A learning rate as a number; ``None`` for a group without one.
 Rate: TypeAlias = float | None
-#: The rates of optimizers that a schedule or a file has set last.
-_set_rates: WeakKeyDictionary[Optimizer, list[Rate]] = WeakKeyDictionary()
+#: The options of optimizers that a schedule or a file has set last.
+_noted_options: WeakKeyDictionary[Optimizer, Options] = WeakKeyDictionary()
 
 
 def set_option(group: ParamGroup, name: str, value: object) -> None:
@@ -46,14 +47,21 @@ def learning_rates(optimizer: Optimizer, name: str = "lr") -> list[Rate]:
     return [to_number(group.get(name, group.get("lr"))) for group in optimizer.param_groups]
 
 
-def format_rates(rates: Sequence[Rate | torch.Tensor]) -> str:
-    """Return learning rates as a text, each once."""
-    return ", ".join(dict.fromkeys("none" if rate is None else f"{rate:.3g}" for rate in rates))
-
-
 def scheduled_options(optimizer: Optimizer) -> Options:
-    """Return the current values of the options that schedules change."""
-    return [{name: to_number(group[name]) for name in _SCHEDULED if name in group} for group in optimizer.param_groups]
+    """Return the current values of the options that schedules change, or have changed."""
+    names = [
+        [*(name for name in _SCHEDULED if name in group), *names_of_initial(group)] for group in optimizer.param_groups
+    ]
+    return [
+        {name: to_number(group[name]) for name in of_group}
+        for group, of_group in zip(optimizer.param_groups, names, strict=True)
+    ]
+
+
+def names_of_initial(group: ParamGroup) -> list[str]:
+    """Return the names of the options whose initial values a parameter group has."""
+    names = (key.removeprefix(_INITIAL) for key in group if key.startswith(_INITIAL))
+    return [name for name in names if name in group]  # unlike Adagrad's initial_accumulator_value
 
 
 def set_options(optimizer: Optimizer, options: Options) -> None:
@@ -83,37 +91,36 @@ def _is_plain(option: object) -> bool:
     return option is None or isinstance(option, (bool, int, float, complex, str))
 
 
-def initial_options(optimizer: Optimizer, final_rates: Sequence[Rate] = ()) -> Options:
+def initial_options(optimizer: Optimizer, noted: Options | None = None) -> Options:
     """Return the values that the options had before any schedule changed them.
 
     Args:
-        final_rates: the learning rates from ``noted_rates()``. A rate that differs from these was set by the user, and
-            counts as an initial rate.
+        noted: the options from ``noted_options()``. An option that differs from these was set by the user, and counts
+            as an initial value.
     """
     options = scheduled_options(optimizer)
-    for number, (group, values) in enumerate(zip(optimizer.param_groups, options, strict=True)):
-        by_hand = number < len(final_rates) and values.get("lr") != final_rates[number]
-        for name in values:
-            if not (by_hand and name == "lr"):
-                values[name] = to_number(group.get(f"initial_{name}", values[name]))
+    for group, values, before in zip(optimizer.param_groups, options, noted or [{}] * len(options), strict=True):
+        for name, value in values.items():
+            if before.get(name, value) == value:
+                values[name] = to_number(group.get(f"{_INITIAL}{name}", value))
     return options
 
 
-def note_rates(optimizer: Optimizer) -> None:
-    """Note the rates that a schedule or a file has set: other rates of this optimizer are set by the user."""
+def note_options(optimizer: Optimizer) -> None:
+    """Note the options that a schedule or a file has set: other values in this optimizer are set by the user."""
     for part in _parts(optimizer):
         with suppress(TypeError):  # a class of another library may have no hash, or no weak references
-            _set_rates[part] = learning_rates(part)
+            _noted_options[part] = scheduled_options(part)
 
 
-def noted_rates(optimizer: Optimizer) -> list[Rate]:
-    """Return the rates from ``note_rates()``, by whichever trainer it was called; if it was not, the current ones."""
-    noted: list[Rate] = []
+def noted_options(optimizer: Optimizer) -> Options:
+    """Return the options from ``note_options()``, whichever trainer called it; if none did, the current ones."""
+    noted: Options = []
     for part in _parts(optimizer):
-        rates, known = learning_rates(part), []
+        options, known = scheduled_options(part), []
         with suppress(TypeError):
-            known = _set_rates.get(part, [])[: len(rates)]
-        noted += known + rates[len(known) :]  # groups may have been added
+            known = _noted_options.get(part, [])[: len(options)]
+        noted += known + options[len(known) :]  # groups may have been added
     return noted
 
 
@@ -126,7 +133,9 @@ def note_initial_options(optimizer: Optimizer, initial: Options) -> None:
     for group, values in zip(optimizer.param_groups, initial, strict=False):  # groups may have been added
         for name, value in values.items():
             if name == "lr" or to_number(group[name]) != value:
-                group[f"initial_{name}"] = value
+                group[f"{_INITIAL}{name}"] = value
+            else:
+                group.pop(f"{_INITIAL}{name}", None)
 
 
 def layer_scales(groups: Sequence[ParamGroup], rates: Sequence[Rate]) -> list[float]:

@@ -6,59 +6,20 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pytorch_accel_lite.base.arguments.constructor_calls import IS_CONSTRUCTED
 from pytorch_accel_lite.base.display.shown_errors import add_note
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
-from pytorch_accel_lite.base.names.unknown_names import events_meant, suggest
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_overridden
-from pytorch_accel_lite.data.sources import BatchOutput
+from pytorch_accel_lite.run.changed_losses import AFTER_BACKWARD, AfterBackward
 from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, RunPausedError, StopTrainingError
-from pytorch_accel_lite.run.events import EVENTS, TrainerCallback, events_between, keywords_of
+from pytorch_accel_lite.run.events import EVENTS, TrainerCallback, keywords_of
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run.request_and_config import RunRequest
 
 T = TypeVar("T")
 Listener = Callable[..., object]
-
-#: Events after the backward pass, where a change of the loss would have no effect. In pytorch-accelerated,
-#: ``on_train_step_end`` fires before the backward pass.
-_AFTER_BACKWARD = tuple(
-    event for event in events_between("on_backward_start", "on_train_epoch_end") if "batch_output" in keywords_of(event)
-)
-
-
-class _AfterBackward:
-    """A listener to an event after the backward pass, when it is too late to change the loss."""
-
-    def __init__(self, listener: Listener, event: str) -> None:
-        update_wrapper(self, listener)  # for inspect.signature(), and for code that looks for the owner
-        self.__wrapped__ = listener
-        self.__self__ = getattr(listener, "__self__", listener)
-        self._event = event
-
-    def __call__(self, *args: object, **kwargs: object) -> None:
-        output: BatchOutput = kwargs.get("batch_output") or {}  # type: ignore[assignment]
-        loss = output.get("loss")
-        version = getattr(loss, "_version", 0)
-        self.__wrapped__(*args, **kwargs)
-        if loss is not None and _is_another_loss(loss, version, output.get("loss")):
-            raise RuntimeError(
-                f"{type(self.__self__).__name__}.{self._event} changes batch_output['loss'], but the gradients have "
-                "been computed already. Change it in on_backward_start, which is called with the same arguments before "
-                "the backward pass."
-            )
-
-
-def _is_another_loss(loss: object, version: int, after: object) -> bool:
-    """Whether a loss was changed in place, or replaced; a replacement without a graph is only for display."""
-    if after is loss:
-        return bool(getattr(loss, "_version", 0) != version)
-    needs_gradients = getattr(after, "requires_grad", None)
-    return needs_gradients is not None and (needs_gradients or not getattr(loss, "requires_grad", False))
 
 
 class _Listeners(dict[str, tuple[Listener, ...]]):
@@ -181,20 +142,6 @@ class CallbackHandler:
         for event in EVENTS:
             self.listeners[event]
 
-    def warn_of_unknown_events(self) -> None:
-        """Warn of methods that are named almost like an event, or like an event of another library."""
-        for kind in dict.fromkeys(map(type, self.callbacks)):
-            for name in dir(kind):
-                is_like_one = name not in EVENTS and (name.startswith("on_") or bool(events_meant(name)))
-                method = getattr(kind, name) if is_like_one else None
-                if callable(method) and not is_from_this_package(method):
-                    hint = suggest(name, [*EVENTS, "state_dict", "load_state_dict"], cutoff=0.88)
-                    if hint:
-                        warn_outside(
-                            f"{kind.__name__}.{name} is not an event of the trainer: it is called only if your program "
-                            f"does.{hint}"
-                        )
-
     def call_event(self, event: str, *args: object, **kwargs: object) -> None:
         """Call an event, which may be your own, on every callback that defines a method of this name.
 
@@ -251,8 +198,8 @@ class CallbackHandler:
         first = listeners.index(failed) + 1 if failed in listeners else len(listeners)
         return _call_despite_errors(event, listeners[first:], *args, **kwargs)
 
-    # Their earlier names.
-    call_each, notify_all, notify_rest = call_event_passing_stops, call_event_despite_errors, call_event_after_error
+    # Their names in version 0.2.
+    call_each, notify_all = call_event_passing_stops, call_event_despite_errors
 
     def _find_listeners(self, event: str) -> Iterator[Listener]:
         if event in self.called_first:
@@ -262,8 +209,8 @@ class CallbackHandler:
             is_defined = inspect.getattr_static(callback, event, default) is not default
             if is_defined and (id(callback), event) not in self._muted:
                 listener = getattr(callback, event)
-                checks = event in _AFTER_BACKWARD and not is_from_this_package(listener)
-                yield _AfterBackward(listener, event) if checks else listener
+                checks = event in AFTER_BACKWARD and not is_from_this_package(listener)
+                yield AfterBackward(listener, event) if checks else listener
 
     def __iter__(self) -> Iterator[TrainerCallback]:
         return iter(self.callbacks)

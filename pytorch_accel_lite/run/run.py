@@ -41,12 +41,13 @@ from pytorch_accel_lite.run.events import Phase
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.latest_records import LatestRecords
-from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory
+from pytorch_accel_lite.run.loop_state import LoopState
+from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory, counts_before_growth
 from pytorch_accel_lite.run.metrics.losses import LossTrackers
-from pytorch_accel_lite.run.parts_of_run import LoopState, RunSchedule
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run_data import RunData
+from pytorch_accel_lite.run.run_schedule import RunSchedule
 from pytorch_accel_lite.run.skipped_batches import SkippedBatches
 from pytorch_accel_lite.run.step_division import Division
 from pytorch_accel_lite.run.trainer_parts.accelerated_model import PreparedModel
@@ -248,7 +249,8 @@ class Run:
 
     # For the trainer only.
     ended_training: Run | None = None  # the training before this evaluation or prediction
-    values_before_interruption: dict[str, int] = field(default_factory=dict)  # numbers of values, by metric
+    counts_before_evaluation: dict[str, int] | None = None  # numbers of values, by metric, within an evaluation
+    counts_before_interruption: dict[str, int] = field(default_factory=dict)  # of metrics that are to be recorded again
     previous: Run | None = None  # the run that is current again when this one ends
     recorded_settings: StateDict | None = None  # recorded in training states; on the main process, if it saves states
     loop: LoopState = field(default_factory=LoopState)  # what only the loop needs to know
@@ -257,7 +259,7 @@ class Run:
     trainability: dict[str, dict[str, bool]] = field(default_factory=dict)  # of parameters, after the starting events
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of parameters, by ids
     inference_step: InferenceStep | None = None  # how batches without training are computed, if they may fail
-    sharding: Sharding | None = None  # what the run does differently because its model is or will be sharded
+    sharding: Sharding | None = None  # what a training run does differently, as its model is or will be sharded
 
     @classmethod
     def create(
@@ -342,15 +344,6 @@ class Run:
         if self.config is None:
             raise RuntimeError("There is no run_config before train() or evaluate() has been called.")
         return self.config
-
-    @property
-    def stepper(self) -> Step:
-        """The earlier name of ``training_step``."""
-        return self.training_step
-
-    @stepper.setter
-    def stepper(self, step: Step) -> None:
-        self.training_step = step
 
     @property
     def epoch_is_trained(self) -> bool:
@@ -443,19 +436,28 @@ class Run:
         history.record_means(means, name)
         self.recorded_losses = means
 
-    def record_interrupted_epoch(self, history: RunHistory) -> None:
-        """Record the mean losses of an epoch that was not completed. Call it on every process.
+    def counts_to_resume_from(self, history: RunHistory) -> dict[str, int]:
+        """Return how many values some metrics had before those that a run resumed from here records again.
 
-        A run that resumes from here removes them again, as it completes the epoch.
+        These are the values of an evaluation that is not complete, and the losses of an interrupted epoch.
         """
+        before = self.counts_before_evaluation
+        if before is None or self.epoch_phase == EpochPhase.EVALUATED:
+            return self.counts_before_interruption
+        return counts_before_growth(history, before) | self.counts_before_interruption
+
+    def record_interrupted_epoch(self, history: RunHistory) -> None:
+        """Record the mean losses of an epoch that was not completed. Call it on every process."""
         losses = self.unrecorded_losses
         self.unrecorded_losses = None
+        self.counts_before_interruption = self.counts_to_resume_from(history)
+        self.counts_before_evaluation = None
         if losses is None or not self.progress.is_mid_epoch:
             return
         if any(weight for _, weight in losses.summed(self.data.ranks).values()):
             name = "train_{}_epoch"
             means = losses.means(self.data.ranks, name)
-            self.values_before_interruption = {metric: len(history.get_metric_values(metric)) for metric in means}
+            self.counts_before_interruption |= {metric: len(history.get_metric_values(metric)) for metric in means}
             history.record_means(means, name)
 
 
@@ -647,7 +649,7 @@ SHARDING: Slot[Sharding] = Slot("sharding")
 
 
 class UserAttributes:
-    """What users hold in attributes of trainers and callbacks, in the training states of a run.
+    """What users hold in attributes of trainers, callbacks and modules, in the training states of a run.
 
     This class keeps none of them. An extension fills ``USER_ATTRIBUTES`` with a subclass that does.
 
@@ -660,6 +662,9 @@ class UserAttributes:
 
     def note_created(self, trainer: TrainerLike) -> None:
         """Note what the program has created, before a run that may save or resume changes it."""
+
+    def note_modules(self, trainer: TrainerLike) -> None:
+        """Note the attributes of the model and other modules before any run, as it may save without having said so."""
 
     def capture(self, trainer: TrainerLike) -> tuple[StateDict, StateDict]:
         """Return the states of the attributes: those of all processes, and those of this process. A collective."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -18,6 +18,8 @@ class RunChecks:
     """Checks at some points of a training run. Each may warn, print, or raise an error, which ends the run.
 
     Attributes:
+        of_user_code: called on the first process before a run with the trainer and the callbacks whose classes are
+            users', if there are any
         of_optimizer: called before a run, or once a factory has created the optimizer, with the trainer and the
             parameters of all optimizers, those in attributes included
         of_schedule: called when the run has its scheduler, or none, with the trainer, the run, and the options of the
@@ -29,6 +31,7 @@ class RunChecks:
             output, before the backward pass
     """
 
+    of_user_code: list[Callable[[Iterable[object]], None]] = field(default_factory=list)
     of_optimizer: list[Callable[[TrainerLike, set[nn.Parameter]], None]] = field(default_factory=list)
     of_schedule: list[Callable[[TrainerLike, Run, Options | None], None]] = field(default_factory=list)
     before_training: list[Callable[[TrainerLike, Run], None]] = field(default_factory=list)

@@ -17,7 +17,7 @@ from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
 from pytorch_accel_lite.run.scheduler_stepping import step_after_update
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import parameters_not_in_model
-from pytorch_accel_lite.run.trainer_parts.trained_beside_model import buffers_beside_model
+from pytorch_accel_lite.run.trainer_parts.trained_objects import buffers_beside_model
 from pytorch_accel_lite.steps.clipping import clip_as_overridden, unscale
 from pytorch_accel_lite.steps.skipped_updates import step_or_tell_scaler
 

@@ -161,7 +161,9 @@ def _mentions_recompute_gradients(trainer: TrainerLike, run: Run) -> bool:
     return any("recompute_gradients" in inner.co_names for code in codes for inner in codes_in(code))
 
 
-# Features of extensions, with which other kinds of steps conflict, too.
+# Features whose kinds of steps are in extensions. They are here, not there, for two reasons: kinds of steps declare
+# conflicts with each other's features, but import no other extension; and a run that uses such a feature without its
+# extension is refused before it trains, by an error that names the extension.
 MANUAL = Feature(
     "an overridden train_step", lambda trainer, run: "train_step" in run.overridden, extension="manual_optimization"
 )

@@ -19,8 +19,21 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
     TimeLimitCallback,
 )
+from tests.ranks import every_state, global_batch, shared_folder
 from tests.shared_trainings import scripted
-from tests.small_models import equal_weights, listener, make_model, make_trainer, raises_at, train, weights
+from tests.small_models import (
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
+    listener,
+    make_model,
+    make_trainer,
+    raises_at,
+    same_bits,
+    train,
+    weights,
+)
 
 # The scores of these scripts are as good as one says.
 pytestmark = pytest.mark.filterwarnings("ignore:.*whether greater values are better is unknown")
@@ -145,6 +158,30 @@ def test_a_resumed_run_stops_early_at_the_same_epoch(saves_first, tmp_path):
         assert resumed.stop_reason == whole.stop_reason
         assert resumed.progress == whole.progress
         assert equal_weights(weights(resumed.model), weights(whole.model))
+
+
+def stopped_within_an_epoch() -> list[Any]:
+    """How a run ends that an evaluation within an epoch stops, then those resumed from each of its states."""
+    with shared_folder() as folder:
+
+        def ends(name: str, resume_from: Path | None = None) -> Any:
+            stopping = EarlyStoppingCallback(early_stopping_threshold=1, patience_in="evaluations")
+            model = float64_model()
+            trainer = adamw_trainer(model, callbacks=[stopping, *every_state(folder / name)], seed=0)
+            trainer.train(
+                float64_data(), 2, float64_data(8), global_batch(4), evaluate_every="3 updates", resume_from=resume_from
+            )
+            return trainer.progress.update, trainer.run_history.get_metric_values("train_loss_epoch"), weights(model)
+
+        whole = ends("whole")
+        return [whole, *(ends(state.name, state) for state in sorted((folder / "whole").glob("update-*")))]
+
+
+def test_a_stop_within_an_epoch_comes_at_the_same_update(two_ranks):
+    alone = stopped_within_an_epoch()
+    for ended in (alone, *two_ranks(stopped_within_an_epoch)):
+        assert [(update, len(losses)) for update, losses, _ in ended] == [(6, 1)] * 7
+        assert all(same_bits(one, ended[0]) for one in ended)
 
 
 def test_a_run_pauses_at_a_time_limit_and_can_be_resumed(here):

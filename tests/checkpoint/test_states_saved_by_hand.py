@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import EarlyStoppingCallback
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveTrainingStateCallback
 from tests.small_models import Rows, equal_weights, float64_data, float64_model, weights
 
 DATA = float64_data(16)
@@ -61,8 +61,13 @@ THEN = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("then", THEN)
-@pytest.mark.parametrize("data", [DATA, Rows(DATA), Stream()], ids=lambda data: type(data).__name__)
+@pytest.mark.parametrize(
+    "data",
+    [DATA, Rows(DATA), pytest.param(Stream(), marks=pytest.mark.extension("streams"))],
+    ids=lambda data: type(data).__name__,
+)
 def test_a_state_saved_after_a_stop_resumes_within_the_epoch(data, then, tmp_path, capsys):
     whole = trained(data)
     stopped = trained(data, StopAt(6))
@@ -88,30 +93,87 @@ def test_a_state_saved_after_early_stopping_has_nothing_left(then, tmp_path, cap
     assert history_of(resumed) == before
 
 
-class SaveWithin(TrainerCallback):
-    """Saves a state within the evaluation that follows an epoch, or within one of its own."""
+class SaveAt(TrainerCallback):
+    """Saves a state once, in the first event of a name after some updates."""
 
-    def __init__(self, folder: Path, event: str, evaluates: bool) -> None:
-        self.folder, self.evaluates = folder, evaluates
+    def __init__(self, folder: Path, event: str, update: int) -> None:
+        self.folder, self.update = folder, update
         setattr(self, event, self.act)
 
     def act(self, trainer: Trainer, **kwargs: Any) -> None:
-        if trainer.progress.update != 4 or (self.folder / "state").exists():
-            return
-        if self.evaluates and trainer.run.outer is None:
+        if trainer.progress.update == self.update and not self.folder.exists():
+            trainer.save_training_state(self.folder)
+
+
+TWO = {"near": DATA, "far": float64_data(7)}
+EVENTS = [
+    "on_eval_epoch_start", "on_eval_step_end", "on_eval_epoch_end", "on_train_epoch_end", "on_training_run_epoch_end",
+]  # fmt: skip
+
+
+def all_of(trainer: Trainer) -> dict[str, Any]:
+    return {name: trainer.run_history[name] for name in trainer.run_history}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("update", [2, 4, 12])
+@pytest.mark.parametrize("event", EVENTS)
+def test_a_state_saved_within_an_evaluation_is_of_the_run(event, update, tmp_path):
+    """A run resumed from it evaluates once, on the datasets on which the saved run had evaluated, too."""
+    if update == 2 and event.startswith("on_train"):
+        return  # does not fire within an epoch
+
+    def run(*callbacks: Any, **kwargs: Any) -> Trainer:
+        trainer = trainer_with(*callbacks)
+        trainer.train(DATA, 3, TWO, 4, evaluate_every="2 updates", **kwargs)
+        return trainer
+
+    whole = run()
+    run(SaveAt(tmp_path / "state", event, update))
+    resumed = run(resume_from=tmp_path / "state")
+    assert equal_weights(weights(resumed.model), weights(whole.model))
+    assert all_of(resumed) == all_of(whole)
+
+
+class EvaluateAndSave(SaveAt):
+    """Saves a state within an evaluation of its own."""
+
+    def on_eval_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.run.outer is not None and not self.folder.exists():
+            trainer.save_training_state(self.folder)
+
+    def act(self, trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.update == self.update:
             trainer.evaluate(DATA, 3)
-        else:
-            trainer.save_training_state(self.folder / "state")
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("event", ["on_eval_epoch_end", "on_training_run_epoch_end"])
-def test_a_state_saved_within_an_evaluation_is_that_of_the_run(event, evaluates, tmp_path):
+@pytest.mark.parametrize("event", ["on_train_step_checkpoint", "on_train_epoch_end", "on_training_run_epoch_end"])
+def test_a_state_saved_in_a_nested_evaluation_is_of_the_run(event, tmp_path):
     whole = trained(DATA)
-    saving = SaveWithin(tmp_path, event, evaluates)
-    if evaluates:
-        saving.on_eval_epoch_start = saving.act
-    trained(DATA, saving)
+    trained(DATA, EvaluateAndSave(tmp_path / "state", event, 4))
     resumed = trained(DATA, resume_from=tmp_path / "state")
     assert equal_weights(weights(resumed.model), weights(whole.model))
     assert history_of(resumed) == history_of(whole)
+
+
+@pytest.mark.parametrize("update", [6, 8])
+def test_a_run_stopped_between_two_datasets_evaluates_once(update, tmp_path):
+    class StopBetween(StopAt):
+        def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+            if trainer.progress.update == self.update:
+                raise StopTrainingError("enough")
+
+        on_train_step_end = TrainerCallback.on_train_step_end
+
+    def run(*callbacks: Any, **kwargs: Any) -> Trainer:
+        trainer = trainer_with(*callbacks)
+        trainer.train(DATA, 3, TWO, 4, evaluate_every="2 updates", **kwargs)
+        return trainer
+
+    whole, saving = run(), SaveTrainingStateCallback(tmp_path / "states")
+    stopped = run(StopBetween(update), saving)
+    stopped.save_training_state(tmp_path / "by hand")
+    for state in (tmp_path / "by hand", tmp_path / f"states/update-{update:09d}"):
+        resumed = run(resume_from=state)
+        assert equal_weights(weights(resumed.model), weights(whole.model))
+        assert all_of(resumed) == all_of(whole)

@@ -15,7 +15,18 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from tests.checkpoint.small_checkpoints import Holder, save_file, trained
-from tests.small_models import equal_weights, make_data, make_model, make_trainer, same_bits, train, weights
+from tests.small_models import (
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
+    make_data,
+    make_model,
+    make_trainer,
+    same_bits,
+    train,
+    weights,
+)
 
 
 def refuse_file(path: Path, error: type[Exception], match: str, trainer: Trainer | None = None, **kwargs: Any) -> str:
@@ -173,3 +184,28 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path):
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
     trainer = make_trainer(model=model, optimizer=torch.optim.Adam(groups))
     refuse_file(tmp_path / "model.pt", ValueError, "parameter group", trainer)
+
+
+class Extremes(nn.Module):
+    """Has a buffer for each feature once it has seen a batch, and loads it itself, as observers of quantisation do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = x.detach().amax(0)
+        self.largest = torch.maximum(self.largest, found) if self.largest.numel() else found
+        return x
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        self.largest = self.largest.new_zeros(state[f"{prefix}largest"].shape)
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def test_modules_that_load_themselves_may_have_other_shapes(tmp_path):
+    first, second = (adamw_trainer(nn.Sequential(Extremes(), float64_model())) for _ in range(2))
+    first.train(float64_data(), num_epochs=1)
+    first.save_checkpoint(tmp_path / "model.pt")
+    second.load_checkpoint(tmp_path / "model.pt")
+    assert equal_weights(weights(second.model), weights(first.model))

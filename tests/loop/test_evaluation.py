@@ -85,27 +85,30 @@ class GathersEveryBatch(TrainerCallback):
         self.seen.append(trainer.gather(batch[0]))
 
 
+class GathersInEvents(TrainerCallback):
+    """Gathers as with Accelerate, for a ``GathersForMetrics``, which notes what it gathers."""
+
+    def on_train_step_end(self, trainer, batch, **kwargs):
+        trainer.note("train", trainer.accelerator.gather_for_metrics(batch[1]))
+
+    def on_eval_step_end(self, trainer, batch, batch_output, **kwargs):
+        trainer.counts.append(batch_output["batch_size"])
+        gathered = trainer.accelerator.gather_for_metrics({"y": batch[1], "mean": batch[1].mean()})
+        trainer.note("callback", gathered["y"])
+        trainer.note("means", gathered["mean"])
+        names = [f"{y:.3f}" for y in batch[1].flatten().tolist()]
+        trainer.note("names", trainer.accelerator.gather_for_metrics(names))
+
+    def on_eval_epoch_end(self, trainer, **kwargs):
+        own = torch.cat(trainer.own)
+        trainer.note("at the end", trainer.accelerator.gather_for_metrics(own).sort(dim=0).values)
+
+
 class GathersForMetrics(Trainer):
     """Gathers as with Accelerate: in the steps of the trainer and of a callback, and at the end of an evaluation."""
 
     def __init__(self) -> None:
-        class InEvents(TrainerCallback):
-            def on_train_step_end(_, trainer, batch, **kwargs):
-                self.note("train", trainer.accelerator.gather_for_metrics(batch[1]))
-
-            def on_eval_step_end(_, trainer, batch, batch_output, **kwargs):
-                self.counts.append(batch_output["batch_size"])
-                gathered = trainer.accelerator.gather_for_metrics({"y": batch[1], "mean": batch[1].mean()})
-                self.note("callback", gathered["y"])
-                self.note("means", gathered["mean"])
-                names = [f"{y:.3f}" for y in batch[1].flatten().tolist()]
-                self.note("names", trainer.accelerator.gather_for_metrics(names))
-
-            def on_eval_epoch_end(_, trainer, **kwargs):
-                own = torch.cat(self.own)
-                self.note("at the end", trainer.accelerator.gather_for_metrics(own).sort(dim=0).values)
-
-        super().__init__(float64_model(), nn.MSELoss(), None, callbacks=[InEvents])
+        super().__init__(float64_model(), nn.MSELoss(), None, callbacks=[GathersInEvents])
         self.seen: dict[str, list[Any]] = {}
         self.counts: list[int] = []
         self.own: list[torch.Tensor] = []

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
-from pytorch_accel_lite.schedulers import CosineLrScheduler
 from tests.refusals import WHOLE, returning
 from tests.small_models import equal_weights, make_data, make_model, make_trainer, train, weights
 
@@ -199,9 +198,9 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "create_scheduler_fn returned a StepLR of another optimizer, so the learning rate",
     ),
     "create_scheduler_fn returns a function": (
-        {"create_scheduler_fn": CosineLrScheduler.create_scheduler_fn},
+        {"create_scheduler_fn": partial(partial, StepLR)},
         TypeError,
-        r"create_scheduler_fn returned partial\(CosineLrScheduler.*, which is not a scheduler.*Call this function, too",
+        r"create_scheduler_fn returned partial\(StepLR.*, which is not a scheduler.*Call this function, too",
     ),
     "create_scheduler_fn is a list": (
         {"create_scheduler_fn": [StepLR]},

@@ -34,13 +34,14 @@ import sys
 import pytorch_accel_lite
 from pytorch_accel_lite import Trainer, callbacks, data, ema, finetuning, integrations, optimizers, plotting
 from pytorch_accel_lite import schedulers, utils
-from pytorch_accel_lite.schedulers import wsd_scheduler
+from pytorch_accel_lite.schedulers import cosine_scheduler, wsd_scheduler
 import torch
 
 trainer = Trainer(torch.nn.Linear(1, 1), None, None)
 modules = {"callbacks": callbacks, "data": data, "ema": ema, "integrations": integrations, "plotting": plotting}
 modules |= {"finetuning": finetuning, "optimizers": optimizers, "utils": utils}
 modules |= {"schedulers": schedulers, "schedulers.wsd_scheduler": wsd_scheduler}
+modules |= {"schedulers.cosine_scheduler": cosine_scheduler}
 owners = {"": pytorch_accel_lite, "Trainer": trainer, **modules}
 for qualified in sys.argv[1:]:
     owner, _, name = qualified.rpartition(".")
@@ -62,7 +63,8 @@ def facade(package: Path, extension: str) -> list[Path]:
     """The files of the facade that import an extension."""
     rooms = ("callbacks", "data", "optimizers", "schedulers")
     files = [*package.glob("*.py"), *(package / room / "__init__.py" for room in rooms)]
-    files.append(package / "schedulers" / "wsd_scheduler.py")  # a path of pytorch-accelerated
+    # Paths of pytorch-accelerated.
+    files += [package / "schedulers" / f"{name}_scheduler.py" for name in ("cosine", "wsd")]
     return [path for path in files if re.search(rf"extensions(\.| import ){extension}\b", path.read_text())]
 
 

@@ -31,6 +31,7 @@ FACADE = {
     "pytorch_accel_lite.data",
     "pytorch_accel_lite.optimizers",
     "pytorch_accel_lite.schedulers",
+    "pytorch_accel_lite.schedulers.cosine_scheduler",
     "pytorch_accel_lite.schedulers.wsd_scheduler",
 }
 #: From the bottom up: each imports only those before it. Other files re-export, or are for extensions alone.
@@ -250,6 +251,12 @@ def test_each_test_file_has_a_docstring_and_no_long_name():
         text = path.read_text()
         assert text.startswith('"""') or path.name == "__init__.py", path
         assert max(map(len, re.findall(r"def (test_\w+)", text)), default=0) <= 60, path
+
+
+def test_the_readme_of_the_tests_names_each_helper():
+    tests = ROOT / "tests"
+    named = set(re.findall(r"`(\w+\.py)`", (tests / "README.md").read_text()))
+    assert named == {path.name for path in tests.glob("*.py")} - {"__init__.py"}
 
 
 def test_attribute_comments_have_one_marker():

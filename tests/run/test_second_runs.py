@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, ExponentialLR,
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues, schedulers
 from pytorch_accel_lite.callbacks import RunPausedError, SaveTrainingStateCallback
-from pytorch_accel_lite.schedulers import CosineLrScheduler
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, world_size
 from tests.small_models import (
@@ -61,9 +60,9 @@ SCHEDULES = [
     partial(LinearLR, start_factor=0.1, total_iters=TOTAL),
     partial(ExponentialLR, gamma=0.1),
     partial(LambdaLR, lr_lambda=lambda update: 0.5**update),
-    CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=0.5),
 ]
 if "WSDLrScheduler" in schedulers.__all__:  # otherwise its extension has been deleted
+    SCHEDULES.append(schedulers.CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=0.5))
     SCHEDULES.append(schedulers.WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0.5, decay_phase_ratio=0.5))
 
 
@@ -106,6 +105,50 @@ def test_the_next_schedule_starts_at_a_rate_set_by_hand():
         assert seen.rates[0] == 0.03
 
 
+def test_later_schedules_keep_a_momentum_set_by_hand():
+    one_cycle = partial(OneCycleLR, max_lr=0.7, total_steps=TOTAL)
+    trainer, seen = noting()
+    train(trainer, epochs=2, create_scheduler_fn=one_cycle)
+    trainer.optimizer.param_groups[0]["momentum"] = 0.3
+    for schedule in (COSINE, COSINE, one_cycle, COSINE):
+        train(trainer, epochs=2, create_scheduler_fn=schedule)
+        if schedule is COSINE:
+            assert {*seen.momenta} == {0.3}
+
+
+class HalvesDecay(schedulers.StatefulSchedulerBase):
+    """Halves the weight decay with each update."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, "weight_decay")
+
+    def get_updated_values(self, num_updates: int) -> list[float]:
+        return [value * 0.5**num_updates for value in self.base_lr_values]
+
+
+def test_a_schedule_of_another_option_begins_again_too():
+    decays: list[float] = []
+    trainer, _ = noting(weight_decay=0.8)
+    note = listener(on_optimizer_step_start=lambda t, **_: decays.append(t.optimizer.param_groups[0]["weight_decay"]))
+    trainer.callback_handler.add_callbacks([note])
+    for by_hand, first in ((None, 0.8), (None, 0.8), (0.4, 0.4), (None, 0.4)):
+        if by_hand is not None:
+            trainer.optimizer.param_groups[0]["weight_decay"] = by_hand
+        decays.clear()
+        train(trainer, create_scheduler_fn=HalvesDecay)
+        assert decays == [first, first / 2, first / 4]
+
+
+def test_options_that_only_sound_like_initial_values_stay():
+    model = make_model()
+    trainer = make_trainer(
+        model=model, optimizer=torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.2)
+    )
+    for _ in range(2):
+        train(trainer, create_scheduler_fn=COSINE)
+        assert trainer.optimizer.param_groups[0]["initial_accumulator_value"] == 0.2
+
+
 def test_a_rate_set_by_hand_is_one_for_another_trainer_too():
     trainer, _ = noting()
     train(trainer, epochs=2, create_scheduler_fn=COSINE)
@@ -127,9 +170,9 @@ def test_an_optimizer_without_a_hash_has_schedules_too():
         assert seen.rates[0] == 0.1
 
 
+@pytest.mark.extension("recorded_settings")
 @pytest.mark.parametrize("load", ["load_checkpoint", "load_training_state"])
-def test_a_rate_set_by_hand_after_loading_is_used(tmp_path, load, capsys):
-    """The message about the loaded rates says so."""
+def test_a_rate_set_by_hand_after_loading_is_used(tmp_path, load):
     trainer, _ = noting()
     train(trainer, epochs=2, create_scheduler_fn=COSINE)
     place = tmp_path / "saved"
@@ -137,11 +180,21 @@ def test_a_rate_set_by_hand_after_loading_is_used(tmp_path, load, capsys):
     for rate in (0.03, None):
         again, seen = noting(lr=0.2)
         getattr(again, load)(place)
-        assert "set them again" in capsys.readouterr().out
         if rate is not None:
             again.optimizer.param_groups[0]["lr"] = rate
         train(again, epochs=1, create_scheduler_fn=COSINE)
         assert seen.rates[0] == (rate or 0.1)
+
+
+@pytest.mark.extension("recorded_settings")
+@pytest.mark.parametrize("load", ["load_checkpoint", "load_training_state"])
+def test_loading_other_rates_says_to_set_them_again(tmp_path, load, capsys):
+    trainer, _ = noting()
+    train(trainer, epochs=2, create_scheduler_fn=COSINE)
+    place = tmp_path / "saved"
+    trainer.save_checkpoint(place) if load == "load_checkpoint" else trainer.save_training_state(place)
+    getattr(noting(lr=0.2)[0], load)(place)
+    assert "set them again" in capsys.readouterr().out
 
 
 def test_a_finished_runs_checkpoint_restarts_at_the_first_rate(tmp_path):

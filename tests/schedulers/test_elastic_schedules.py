@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
     LambdaLR,
     LinearLR,
     OneCycleLR,
@@ -22,7 +23,7 @@ from torch.optim.lr_scheduler import (
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues, TrainerWithTimmScheduler, schedulers
 from pytorch_accel_lite.callbacks import LimitBatchesCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.schedulers import CosineLrScheduler, StatefulSchedulerBase
+from pytorch_accel_lite.schedulers import StatefulSchedulerBase
 from tests.launching import SOAK, some_of
 from tests.ranks import world_size
 from tests.small_models import float64_data
@@ -135,12 +136,11 @@ TORCH = {
     "steps": partial(StepLR, step_size=PER_EPOCH, gamma=0.5),
     "sequence": partial(warm_up_and_cosine, warmup=PER_EPOCH, total=TOTAL),
 }
-OURS = {
-    "our cosine": CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=1, num_cooldown_epochs=0.5),
-    "own": partial(OwnCosine, total=TOTAL),
-}
+OURS = {"own": partial(OwnCosine, total=TOTAL)}
 if "WSDLrScheduler" in schedulers.__all__:  # otherwise its extension has been deleted
     options = {"num_warmup_epochs": 1, "decay_phase_ratio": 0.5, "num_checkpoints": 2}
+    cosine = schedulers.CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=1, num_cooldown_epochs=0.5)
+    OURS["our cosine"] = cosine
     OURS["wsd"] = schedulers.WSDLrScheduler.create_scheduler_fn(**options)
 UPDATES = {"t_in_epochs": False, "warmup_t": PER_EPOCH, "warmup_lr_init": 1e-3, "warmup_prefix": True}
 TIMMS = {
@@ -191,6 +191,7 @@ def test_a_schedule_continues_where_the_run_is_and_ends_with_it(tmp_path, name, 
 
 
 @pytest.mark.thorough
+@pytest.mark.extension("named_schedules")
 def test_a_run_resumed_on_other_processes_resumes_again(tmp_path):
     for name in ("one cycle", "our cosine", "timm's cosine"):
         create, trainer_class = factory_of(name)
@@ -354,3 +355,14 @@ def test_a_schedule_continues_on_other_numbers_of_processes(tmp_path, job, name)
         rest = EPOCHS * whole.per_epoch - 2 * whole.per_epoch
         assert found["rates"][-rest:] == pytest.approx(whole.rates[-rest:], rel=1e-12)
         assert found["last"] == pytest.approx(whole.last_rate, rel=1e-12, abs=1e-15)
+
+
+def test_a_run_resumes_right_before_and_after_a_warm_restart(tmp_path):
+    restarts = partial(CosineAnnealingWarmRestarts, T_0=PER_EPOCH)
+    saved = trained_with(restarts, 5, 1, tmp_path / "saved", save_every=1)
+    per_epoch = saved.per_epoch
+    for update in (per_epoch - 1, per_epoch, per_epoch + 1, 2 * per_epoch - 1):
+        for batch in (3, 10, 30):
+            state = saved.states / f"update-{update:09d}"
+            trained = trained_with(restarts, batch, 1, tmp_path / f"{update}-{batch}", resume=state)
+            assert trained.last_rate == pytest.approx(0.1)  # it ends where the next restart begins

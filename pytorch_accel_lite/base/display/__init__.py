@@ -1,1 +1,1 @@
-"""What users see as text: representations, numbers, errors, warnings, pages from templates."""
+"""What users see as text: representations, numbers, errors, warnings."""

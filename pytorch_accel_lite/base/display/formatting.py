@@ -6,9 +6,9 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
+from typing import TextIO
 
 from pytorch_accel_lite.base.display.escaping import escape_unprintable
-from pytorch_accel_lite.base.display.terminals_and_notebooks import is_terminal
 from pytorch_accel_lite.base.values.plain_values import to_number
 
 
@@ -59,3 +59,8 @@ def listed(names: Iterable[object], most: int = 5) -> str:
     texts = [str(name) for name in names]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a stream is a terminal; ``None`` is not one."""
+    return bool(stream is not None and stream.isatty())

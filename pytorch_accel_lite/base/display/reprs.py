@@ -7,14 +7,12 @@ import inspect
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 import numpy as np
 import torch
 from torch import nn
-
-from pytorch_accel_lite.base.display.templates import render
 
 _WIDTH = 80
 _SECRET = re.compile(
@@ -128,18 +126,3 @@ def constructor_call(
         shown = current if is_current and type(current) is type(value) else value
         parts.append(f"{name}={short_repr(shown, name)}")
     return join_wrapped(f"{type(instance).__name__}(", parts, ")")
-
-
-def html_table(
-    title: str,
-    rows: Iterable[Sequence[object]],
-    columns: Sequence[str] = (),
-    notes: Sequence[str] = (),
-    bold: Iterable[tuple[int, int]] = (),
-) -> str:
-    """Return an HTML table; without ``columns``, the rows are names and values.
-
-    Args:
-        bold: rows and columns of the cells to be shown in bold
-    """
-    return render("table.html", title=title, rows=list(rows), columns=columns, notes=notes, bold=set(bold))

@@ -29,12 +29,6 @@ def notes_of(error: BaseException) -> list[str]:
     return list(getattr(error, "__notes__", []))
 
 
-def describe_error(error: Exception) -> str:
-    """Return the class and the first line of an error."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[-1] if 'Original Traceback' in str(error) else lines[0]}"
-
-
 def leave_out_libraries(error: BaseException) -> None:
     """Remove the frames of libraries from the traceback of an error, except the first frame, the caller of this."""
     trace = error.__traceback__

@@ -28,14 +28,3 @@ def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
             model = inner
         else:
             return model
-
-
-def class_of(model: nn.Module) -> type[nn.Module]:
-    """Return the class of a model in the user's program, even if ``fully_shard`` has derived another from it."""
-    return unsharded_class(type(model))
-
-
-def unsharded_class(kind: type) -> type:
-    """Return the class from which ``fully_shard`` has derived a class; any other class unchanged."""
-    is_derived = len(kind.__mro__) > 2 and kind.__mro__[1].__name__ == "FSDPModule"
-    return kind.__mro__[2] if is_derived else kind

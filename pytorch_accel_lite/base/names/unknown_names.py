@@ -18,8 +18,6 @@ class OtherLibraries:
         attributes: by attributes of trainers elsewhere, ``"name"`` or ``"method()"``, what to use instead
         methods: functions that are called with each new subclass of the trainer and the names that it defines, and warn
             of methods that are called elsewhere and never here
-        habits: functions that are called before each run with the trainer and callbacks whose classes are users', if
-            any, and warn of code that is right elsewhere and wrong here
     """
 
     arguments: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -27,7 +25,6 @@ class OtherLibraries:
     advice: dict[tuple[str, ...], str] = field(default_factory=dict)
     attributes: dict[str, str] = field(default_factory=dict)
     methods: list[Callable[[type, Collection[str]], None]] = field(default_factory=list)
-    habits: list[Callable[[Iterable[object]], None]] = field(default_factory=list)
 
 
 #: Empty without the extension.

@@ -85,17 +85,6 @@ def find_held_generators(roots: Iterable[object], in_loaders: bool = False) -> l
     return [item for item in reachable_from(roots, in_loaders) if is_generator(item) and id(item) not in excluded]
 
 
-@contextmanager
-def preserving_held_generators(generators: Iterable[RandomGenerator]) -> Iterator[None]:
-    """Restore the states of generators from ``find_held_generators()`` after a block."""
-    states = [(generator, state_of_generator(generator)) for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            restore_generator(generator, state)
-
-
 def state_of_generator(generator: RandomGenerator) -> object:
     """Return the state of a generator of any kind."""
     if isinstance(generator, np.random.Generator):

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from accelerate.utils import set_seed
 
-from pytorch_accel_lite.base.random_generators.generator_states import modules_with_generators
 from pytorch_accel_lite.base.random_generators.reachable_objects import RandomGenerator
 
 _MASK = (1 << 64) - 1
@@ -60,14 +59,6 @@ def seed_generators(seed: int, with_torch: bool = True, with_others: bool = True
     if with_others:
         np.random.seed(seed & 0xFFFFFFFF)
         random.seed(seed)
-
-
-def seed_all(seed: int) -> None:
-    """Seed the generators of the CPU and, if there is one, of this process's GPU or other accelerator."""
-    seed_generators(seed)
-    for name, module in modules_with_generators().items():
-        if name != "torch":
-            module.manual_seed(seed >> 1)
 
 
 def seed_held_generators(generators: Iterable[RandomGenerator], seed: int) -> None:

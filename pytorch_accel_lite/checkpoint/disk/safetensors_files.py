@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 from pytorch_accel_lite.base.arguments.paths import StrPath, name_of
+from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.checkpoint.disk.atomic_files import naming_file
 from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, sealed
 
@@ -106,3 +107,9 @@ def open_tensors(path: StrPath) -> tuple[Any, dict[str, str]]:
     except safetensors.SafetensorError as error:
         raise ValueError(f"The file {os.fspath(path)!r} is damaged, or not a safetensors file. {error}") from error
     return file, file.metadata() or {}
+
+
+def fits_safetensors(value: Tree) -> bool:
+    """Whether safetensors supports a value, unlike, for example, a sparse tensor."""
+    is_plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized
+    return is_plain and value.dtype != torch.complex128

@@ -1,4 +1,4 @@
-"""Large and sharded tensors in separate files. Of sharded tensors, each process writes and reads its own part.
+"""Sharded tensors in files, of which each process writes and reads its own part; tensors from all files of a state.
 
 The files have the format of torch's distributed checkpoints in safetensors (``HuggingFaceStorageWriter``), which its
 ``HuggingFaceStorageReader`` reads, too. Files of unsharded tensors, such as those of pretrained models, are read as
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -18,11 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from pytorch_accel_lite.base.types import Keys, Tree
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors, write_tensors
-from pytorch_accel_lite.checkpoint.disk.torch_files import map_nested
 from pytorch_accel_lite.distributed.shard_holders import current_holders
-from pytorch_accel_lite.run.training_state import OpenTensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -30,9 +26,6 @@ if TYPE_CHECKING:
 _INFO = "DCP_SHARDING_INFO"
 _VERSION = "DCP_VERSION"
 _OFFSETS = "saved_offsets"
-_MARK = "in the shards, as"  # the only key of a dict that stands for a tensor
-_LARGE = 1 << 16  # minimum size in bytes of a tensor that is moved to a file of tensors
-
 #: For each tensor by name, the offsets of this process's part, and the part.
 Parts = dict[str, tuple[tuple[int, ...], torch.Tensor]]
 
@@ -40,72 +33,6 @@ Parts = dict[str, tuple[tuple[int, ...], torch.Tensor]]
 def is_sharded_tensor(value: object) -> TypeGuard[DTensor]:
     """Whether a value is a tensor divided among the processes."""
     return hasattr(value, "full_tensor")
-
-
-def fits_safetensors(value: Tree) -> bool:
-    """Whether safetensors supports a value, unlike, for example, a sparse tensor."""
-    is_plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized
-    return is_plain and value.dtype != torch.complex128
-
-
-def extract_tensors(state: Tree, sharded: dict[str, DTensor], large: dict[str, torch.Tensor]) -> Tree:
-    """Return nested dicts, lists and tuples with each sharded or large tensor replaced by a mark.
-
-    Files of tensors are faster to write and read than pickled ones, but cannot represent shared memory, strides or rare
-    types. Tensors with such properties stay in the state.
-
-    Args:
-        sharded: gets the sharded tensors, by name
-        large: gets the large tensors
-    """
-    owners: Counter[int] = Counter()
-
-    def count(path: Keys, value: Tree) -> None:
-        if type(value) is torch.Tensor and fits_safetensors(value):
-            owners[value.untyped_storage().data_ptr()] += 1
-
-    def is_large(value: Tree) -> bool:
-        return (
-            type(value) is torch.Tensor
-            and fits_safetensors(value)
-            and value.nbytes >= _LARGE
-            and value.is_contiguous()
-            and not value.requires_grad
-            and value.untyped_storage().nbytes() == value.nbytes
-            and owners[value.untyped_storage().data_ptr()] == 1
-        )
-
-    def extract(path: Keys, value: Tree) -> Tree:
-        if not is_sharded_tensor(value) and not is_large(value):
-            return value
-        name = ".".join(map(str, path))
-        while name in sharded or name in large:  # keys may have dots, so names may clash
-            name += "'"
-        (sharded if is_sharded_tensor(value) else large)[name] = value
-        return {_MARK: name}
-
-    map_nested(count, state)
-    return map_nested(extract, state)
-
-
-def restore_tensors(
-    state: Tree, stored: Mapping[str, OpenTensor], find_like: Callable[[Keys], torch.Tensor | None] = lambda keys: None
-) -> Tree:
-    """Return the state that was passed to ``extract_tensors()``.
-
-    Args:
-        find_like: returns, for a path of keys, a tensor whose sharding to use, if any; by default, tensors are not
-            sharded
-    """
-
-    def restore(path: Keys, value: Tree) -> Tree:
-        return stored[value[_MARK]].read(find_like(path)) if _is_mark(value) else value
-
-    return map_nested(restore, state, is_leaf=_is_mark)
-
-
-def _is_mark(value: object) -> bool:
-    return isinstance(value, Mapping) and value.keys() == {_MARK}
 
 
 def local_parts(tensors: Mapping[str, DTensor]) -> Parts:
@@ -120,7 +47,7 @@ def local_parts(tensors: Mapping[str, DTensor]) -> Parts:
         tensor = _with_one_part(sharded)
         start, shape = _bounds(tensor)
         coordinate = tuple(tensor.device_mesh.get_coordinate() or ())
-        if 0 not in shape and coordinate == _first_holder(tensor, coordinate, holders):
+        if 0 not in shape and coordinate == first_holder(tensor, coordinate, holders):
             parts[name] = start, tensor.to_local().detach()
     return parts
 
@@ -137,22 +64,7 @@ def gather_tensor(tensor: DTensor) -> torch.Tensor:
     return whole
 
 
-def every_part_is_held(tensor: torch.Tensor, holders: Collection[int]) -> bool:
-    """Whether each part of a tensor is in the memory of a process that is left. One that is not sharded is on all.
-
-    Args:
-        holders: the processes that are left of those in the meshes, by their ranks in these
-    """
-    if not is_sharded_tensor(tensor):
-        return True
-    positions = tensor.device_mesh.mesh
-    coordinates = positions.new_ones(positions.shape).nonzero().tolist()
-    return all(_first_holder(tensor, coordinate, holders) is not None for coordinate in coordinates)
-
-
-def _first_holder(
-    tensor: DTensor, coordinate: Sequence[int], holders: Collection[int] | None
-) -> tuple[int, ...] | None:
+def first_holder(tensor: DTensor, coordinate: Sequence[int], holders: Collection[int] | None) -> tuple[int, ...] | None:
     """Return the coordinates in the mesh of the first of the processes that hold the same part as one of them."""
     positions = tensor.device_mesh.mesh
     choices = [

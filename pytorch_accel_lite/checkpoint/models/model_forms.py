@@ -107,11 +107,6 @@ def is_of_peft(model: nn.Module) -> bool:
     return "peft" in sys.modules and isinstance(model, getattr(sys.modules["peft"], "PeftModel", ()))
 
 
-def is_of_timm(model: nn.Module) -> bool:
-    """Whether a model was made by ``timm.create_model``, rather than being a part of such a model."""
-    return "timm" in sys.modules and isinstance(getattr(model, "pretrained_cfg", None), Mapping)
-
-
 def base_of(model: nn.Module) -> str:
     """Return the name of the pretrained model that a model began with, as its library knows it; empty if unknown."""
     configs = getattr(model, "peft_config", {}) if is_of_peft(model) else {}

@@ -16,7 +16,7 @@ from pytorch_accel_lite.checkpoint.models.weights import without_compile
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created, parts_of_optimizer
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_parts.trainer_attributes import other_modules, other_optimizers
+from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_modules, other_optimizers
 
 
 def trainability(trainer: TrainerLike) -> dict[str, dict[str, bool]]:

@@ -30,7 +30,7 @@ from pytorch_accel_lite.checkpoint.disk.torch_files import map_nested
 from pytorch_accel_lite.checkpoint.models.model_forms import read_in_form
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
-from pytorch_accel_lite.optimizers.param_group_options import note_rates
+from pytorch_accel_lite.optimizers.param_group_options import note_options
 from pytorch_accel_lite.run.run import TrainerLike
 
 #: The file of a model's weights in a directory, and the index of a large model's files, as on the Hugging Face Hub.
@@ -103,6 +103,9 @@ def fit_model_state(
         # Lazy layers have no shape before their first batch, and extra state never has one.
         if isinstance(local[key], torch.Tensor) and not is_lazy(local[key]) and state[key].shape != local[key].shape
     }
+    if shapes:
+        of_any_shape = _prefixes_of_any_shape(model)
+        shapes = {key: text for key, text in shapes.items() if key.rpartition(".")[0] not in of_any_shape}
     problems = {
         "missing in the checkpoint": local.keys() - state.keys() - set(frozen_left_out),
         "not in the model": (state.keys() | set(frozen_left_out)) - local.keys(),
@@ -121,6 +124,19 @@ def fit_model_state(
     fitted = OrderedDict((names[key], sharded_like(local[key], state[key])) for key in fitting)
     vars(fitted)["_metadata"] = getattr(current, "_metadata", {})  # some modules need the versions in it
     return fitted
+
+
+def _prefixes_of_any_shape(model: nn.Module) -> set[str]:
+    """Return the names of modules that load their own entries, which may then have any shape.
+
+    The observers of quantization-aware training do so, for example. Those of ``torch.nn`` take only their own shapes.
+    """
+
+    def loads_itself(module: nn.Module) -> bool:
+        defining = next(kind for kind in type(module).__mro__ if "_load_from_state_dict" in vars(kind))
+        return not defining.__module__.startswith("torch.nn.")
+
+    return {name.replace(_COMPILED, "") for name, module in model.named_modules() if loads_itself(module)}
 
 
 def _without_wrappers(state: StateDict, model_names: Mapping[str, object]) -> StateDict:
@@ -221,7 +237,7 @@ def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
         optimizer.load_state_dict(before)
         raise ValueError(f"it is of another class of optimizers, without {', '.join(missing)}")
     if is_created(optimizer):
-        note_rates(optimizer)
+        note_options(optimizer)
 
 
 def sharded_like(like: torch.Tensor | None, value: Tree) -> Tree:

@@ -1,4 +1,4 @@
-"""What a training state contains: the tables of its keys, capturing them in a trainer, and restoring them."""
+"""What a training state contains: capturing it in a trainer, and restoring it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from pytorch_accel_lite.base.random_generators.generator_states import capture_g
 from pytorch_accel_lite.base.random_generators.seeding import derive_seed, seed_generators
 from pytorch_accel_lite.base.types import HasStateDict, Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
-from pytorch_accel_lite.checkpoint.disk.safetensors_files import untie
-from pytorch_accel_lite.checkpoint.disk.shards import extract_tensors, fits_safetensors, is_sharded_tensor, local_parts
+from pytorch_accel_lite.checkpoint.disk.extracted_tensors import extract_tensors
+from pytorch_accel_lite.checkpoint.disk.safetensors_files import fits_safetensors, untie
+from pytorch_accel_lite.checkpoint.disk.shards import is_sharded_tensor, local_parts
 from pytorch_accel_lite.checkpoint.disk.torch_files import storable
 from pytorch_accel_lite.checkpoint.models.frozen_weights import describe_other_weights, leave_out_frozen
 from pytorch_accel_lite.checkpoint.models.model_forms import base_of
-from pytorch_accel_lite.checkpoint.models.states_beside_model import (
+from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import (
     load_each,
     load_loss_state,
     load_state,
@@ -54,56 +55,19 @@ from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.request_and_config import DatedStateSource
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.step_division import numbers_of_shares
-from pytorch_accel_lite.run.trainer_parts.trained_beside_model import saved_optimizers
-from pytorch_accel_lite.run.trainer_parts.trainer_attributes import all_registered_objects
+from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import all_registered_objects
+from pytorch_accel_lite.run.trainer_parts.trained_objects import saved_optimizers
 from pytorch_accel_lite.run.training_state import TrainingState
 
-# What a training state keeps, by key: since which version, and what restores it: restore_before_start, before the
-# starting events of the resumed run, or restore_after_start, after them, as callbacks may create or reset objects in
-# these events. If code of users runs in these events, restore_again restores the weights, loss_func and optimizer once
-# more. A state lacks the keys of later versions, so those from 0.2 on are read with a default. The keys never change.
+# A training state has the weights, what all ranks share (``_collect_shared``) and what each has of its own
+# (``_collect_local``). restore_before_start restores what it can before the starting events of the resumed run, and
+# restore_after_start the rest after them, as callbacks may create or reset objects in these events. If code of users
+# runs there, restore_again restores the weights, loss_func and optimizer once more. The keys never change:
+# test_state_files.py has them all, by version. States lack keys of later versions, so those from 0.2 on are read with a
+# default.
 
-#: What all ranks share.
-SHARED_KEYS = {
-    "optimizer": ("0.1", "restore_before_start; with groups that are added, restore_after_start"),
-    "scheduler": ("0.1", "restore_before_start; with another batch size, recreated_schedule.py"),
-    "scaler": ("0.1", "restore_before_start"),
-    "model_extra": ("0.1", "restore_before_start: weights that safetensors does not support"),
-    "history": ("0.1", "restore_before_start, by _restore_history"),
-    "microbatches": ("0.1", "restore_before_start, by GuardedStep"),
-    "items_per_batch": ("0.1", "restore_before_start"),
-    "loss_func": ("0.1", "restore_before_start, by load_loss_state"),
-    "objects": ("0.1", "both: registered objects"),
-    "callbacks": ("0.1", "restore_after_start"),
-    "losses": ("0.1", "restore_after_start, if a rank has no file of its own"),
-    "extra": ("0.1", "load_training_state, which returns it"),
-    "attributes": ("0.2", "both: heads, critics, other optimizers"),
-    "schedule_shift": ("0.2", "restore_before_start"),
-    "frozen_weights": ("0.2", "restore_before_start: checksums of weights that were left out (FROZEN)"),
-    "logical": ("0.2", "restore_after_start, by the division"),
-    "position": ("0.2", "restore_after_start, by the loader"),
-    "epoch_read": ("0.3", "restore_after_start, by the loader"),
-    "source_batch_size": ("0.3", "restore_after_start, by the loader"),
-    "base": ("0.3", "read for an error: the name of the pretrained model"),
-    "optimizer_classes": ("0.3", "read for an error, in both"),
-    "settings": ("0.3", "compared, by SettingsRecorder"),
-    "own_items_per_batch": ("0.3", "restore_before_start, by ManualStep"),
-    "skipped_updates": ("0.3", "restore_before_start, by Step"),
-    "set_apart": ("0.3", "restore_before_start, as recorded_by_evaluate, with the history"),
-    "values_before_interruption": ("0.3", "restore_before_start, with the history"),
-    "evaluations": ("0.3", "loop/evaluation.py, when they begin"),
-    "trainability": ("0.3", "restore_after_start: which parameters are trained"),
-    "user_attributes": ("0.3", "both, by UserAttributes"),
-}
-#: What each rank has of its own.
-OWN_KEYS = {
-    "losses": ("0.1", "restore_after_start, with as many processes as before"),
-    "generators": ("0.1", "restore_after_start, with as many processes as before"),
-    "position": ("0.2", "restore_after_start: of data that a process has for itself"),
-    "epoch_read": ("0.3", "as position"),
-    "source_batch_size": ("0.3", "as position"),
-    "user_attributes": ("0.3", "both: what differs between ranks"),
-}
+#: Which values ``evaluate`` has recorded, by metric. States have it by this name.
+_RECORDED_BY_EVALUATE = "set_apart"
 
 
 def capture(
@@ -159,22 +123,23 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
             name: None if owner is None else gather(owner.state_dict())
             for name, owner in _updated_objects(trainer).items()
         },
-        "optimizer_classes": {
+        "optimizer_classes": {  # for an error about another class
             name: state_class_names(optimizer) for name, optimizer in saved_optimizers(trainer).items()
         },
-        "settings": _settings_text(trainer) if is_first else "",
+        "settings": _settings_text(trainer) if is_first else "",  # SettingsRecorder compares them
         "loss_func": loss_state(trainer),
         "attributes": trained_object_states(trainer, is_first),
         "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
         "objects": {name: obj.state_dict() for name, obj in all_registered_objects(trainer).items()},
         "trainability": capture_trainability(trainer),
-        "losses": run.loss_trackers.summed(trainer.data_ranks),
+        "losses": run.loss_trackers.summed(trainer.data_ranks),  # for another number of processes
         **run.training_step.state_dict(),
         "schedule_shift": run.schedule.shift,
         "items_per_batch": run.window.items_per_batch,
+        # loop/evaluation.py reads them when they begin.
         "evaluations": None if run.evaluation_interval is None else run.evaluation_interval.state_dict(run),
-        "set_apart": {name: sorted(numbers) for name, numbers in latest.recorded_by_evaluate.items()},
-        "values_before_interruption": run.values_before_interruption,
+        _RECORDED_BY_EVALUATE: {name: sorted(numbers) for name, numbers in latest.recorded_by_evaluate.items()},
+        "counts_to_resume_from": run.counts_to_resume_from(trainer.run_history),
         **_position(trainer, is_local=False),
     }
 
@@ -372,9 +337,9 @@ def _restore_history(trainer: TrainerLike, shared: StateDict) -> None:
     history = trainer.run_history
     if shared["history"] is not None and _is_saved(history):
         history.load_state_dict(shared["history"])
-        trainer.run_history.shorten(shared.get("values_before_interruption", {}))
+        trainer.run_history.shorten(shared.get("counts_to_resume_from", {}))
         trainer.current_run.latest.recorded_by_evaluate |= {
-            name: set(numbers) for name, numbers in shared.get("set_apart", {}).items()
+            name: set(numbers) for name, numbers in shared.get(_RECORDED_BY_EVALUATE, {}).items()
         }
         return
     for _ in range(history.current_epoch, trainer.progress.epochs_completed + 1):

@@ -26,8 +26,9 @@ from pytorch_accel_lite.checkpoint.disk.atomic_files import check_fences, hidden
 from pytorch_accel_lite.checkpoint.disk.background_writer import HostMemory
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
 from pytorch_accel_lite.checkpoint.disk.checksums import CHECKSUM, hash_files
+from pytorch_accel_lite.checkpoint.disk.extracted_tensors import restore_tensors
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors, write_tensors
-from pytorch_accel_lite.checkpoint.disk.shards import Parts, find_tensors, restore_tensors, write_parts
+from pytorch_accel_lite.checkpoint.disk.shards import Parts, find_tensors, write_parts
 from pytorch_accel_lite.checkpoint.disk.shared_disks import require_shared
 from pytorch_accel_lite.checkpoint.disk.torch_files import load_plain, write_plain
 from pytorch_accel_lite.checkpoint.states.manifest import (

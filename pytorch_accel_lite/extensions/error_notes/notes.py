@@ -83,7 +83,7 @@ def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) -> It
             yield from describe_memory(trainer)
         yield f"  What to do: {advise_on_memory(trainer, run, phase)}"
         return
-    advice = _advise_on_targets(error, trainer) or advise(error)
+    advice = _advise_on_targets(error, trainer) or _advise_on_groups(error, trainer) or advise(error)
     if advice:
         yield f"  What to do: {advice}"
 
@@ -99,6 +99,23 @@ def _advise_on_targets(error: Exception, trainer: TrainerLike) -> str:
         "one is the target, call it 'target', drop the others from the dataset, or take it out in a function of your "
         "own: "
         f"loss_func=lambda outputs, targets: functional.cross_entropy(outputs, targets[{keys[0]}])."
+    )
+
+
+def _advise_on_groups(error: Exception, trainer: TrainerLike) -> str:
+    """Return advice if a scheduler has failed because parameter groups were added after it was created."""
+    scheduler = trainer.scheduler
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if scheduler is None or not any(frame.f_locals.get("self") is scheduler for frame in frames):
+        return ""
+    rates = getattr(scheduler, "base_lrs", None) or getattr(scheduler, "base_lr_values", None)
+    groups = trainer.optimizer.param_groups
+    if not isinstance(rates, list) or len(rates) >= len(groups):
+        return ""
+    return (
+        f"the optimizer has {len(groups)} parameter groups, but had {len(rates)} when {type(scheduler).__name__} was "
+        "created. Pass all groups to the optimizer before the run: parameters with requires_grad=False are not trained "
+        "until you unfreeze them, as GradualUnfreezingCallback does. Or train in two calls of train()."
     )
 
 

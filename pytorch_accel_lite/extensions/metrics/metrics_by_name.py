@@ -64,10 +64,16 @@ class Classification(NamedTuple):
             return cls("multiclass", shape[1])
         if shape == wanted and len(shape) == 2:  # with more dimensions, these may be pixels of one label
             return cls("multilabel", shape[1])
+        advice = "Pass MetricsCallback(names, num_classes=...), num_labels=..., or task='binary'."
+        if is_of_classes and len(shape) > 2 and shape[:-1] == wanted:
+            advice = (
+                "Classes are expected in dimension 1, not in the last. Pass MetricsCallback(names, transform), where "
+                "transform(batch, output) returns output['model_outputs'].logits.flatten(0, 1) and "
+                "batch['labels'].flatten(), for example; and ignore_index=-100 if some labels do not count."
+            )
         raise ValueError(
             f"the task of the metrics cannot be told from outputs {short_repr(predictions)} and targets "
-            f"{short_repr(targets)}. "
-            "Pass MetricsCallback(names, num_classes=...), num_labels=..., or task='binary'."
+            f"{short_repr(targets)}. {advice}"
         )
 
     @property

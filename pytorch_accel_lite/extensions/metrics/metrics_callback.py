@@ -110,6 +110,7 @@ class MetricsCallback(TrainerCallback):
         # Members of compute groups share state that would be missing from the training state.
         self.metrics = MetricCollection(dict(named.items()), compute_groups=False)
         self.train_metrics = self.metrics.clone() if train else None
+        self._lasting_at_first = [_lasting(metrics) for metrics in self._collections]
         self.transform = transform or default_transform
         self.only = None if only is None else list(only)
         self._ranks: Ranks | None = None
@@ -117,6 +118,10 @@ class MetricsCallback(TrainerCallback):
         self._gives_logits = False
         #: The updated copies of each collection, by the number of a share; the collection itself without shares.
         self._copies: dict[int, dict[int, MetricCollection]] = {}
+
+    @property
+    def _collections(self) -> list[MetricCollection]:
+        return [self.metrics, *([] if self.train_metrics is None else [self.train_metrics])]
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         self._gives_logits = gives_logits(trainer.loss_func)
@@ -203,10 +208,12 @@ class MetricsCallback(TrainerCallback):
     def _create(self, classification: Classification, trainer: TrainerLike | None = None) -> None:
         created = {name: metric.create(classification) for name, metric in self._pending.items()}
         self._classification = classification
-        for metrics in (self.metrics, *([] if self.train_metrics is None else [self.train_metrics])):
+        for metrics in self._collections:
             metrics.add_metrics({name: metric.clone() for name, metric in created.items()})
             if trainer is not None:
                 self._reset(trainer, metrics)
+        both = zip(self._collections, self._lasting_at_first, strict=True)
+        self._lasting_at_first = [_lasting(metrics) | before for metrics, before in both]
         self._pending = {}
 
     def _agree(self, trainer: TrainerLike) -> None:
@@ -301,6 +308,10 @@ class MetricsCallback(TrainerCallback):
     def state_dict(self) -> StateDict:
         """Return the state of the training metrics so far. Must be called on every process."""
         known: StateDict = {"must_agree": self._must_agree}
+        pairs = zip(self._collections, self._lasting_at_first, strict=True)
+        lasting = [_changed(_lasting(metrics), created) for metrics, created in pairs]
+        if any(lasting):
+            known["lasting"] = lasting
         if self._classification is not None:
             known["classification"] = tuple(self._classification)
         if self.train_metrics is None:
@@ -314,6 +325,12 @@ class MetricsCallback(TrainerCallback):
         if self._pending and "classification" in state:
             self._create(Classification(*state["classification"]))
         self._must_agree = state.get("must_agree", self._must_agree)
+        for metrics, lasting in zip(self._collections, state.get("lasting", []), strict=False):
+            parts = dict(metrics.named_modules())
+            for path, values in lasting.items():
+                for name, value in values.items() if path in parts else ():
+                    device = getattr(parts[path], "device", None)
+                    setattr(parts[path], name, value.to(device) if isinstance(value, torch.Tensor) else value)
         if self.train_metrics is None or "ranks" not in state:
             return
         copies = list(self._copies_of(self.train_metrics).values())
@@ -373,6 +390,32 @@ def _state_of(metrics: MetricCollection) -> StateDict:
         states[name] = {key: _to_cpu(value) for key, value in metric.state_dict().items()}
         states[name][_UPDATES] = [part._update_count for part in parts]
     return states
+
+
+def _lasting(metrics: MetricCollection) -> StateDict:
+    """Return the attributes of metrics that no ``reset()`` resets, such as the extremes of ``MinMaxMetric``."""
+    found: StateDict = {}
+    for path, part in metrics.named_modules():
+        left_out = {*getattr(part, "metric_state", {}), "training"}
+        held = {name: value for name, value in vars(part).items() if name not in left_out and name[0] != "_"}
+        kinds = (bool, int, float, torch.Tensor)
+        found[path] = {name: _to_cpu(value) for name, value in held.items() if type(value) in kinds}
+    return found
+
+
+def _changed(values: StateDict, created: StateDict) -> StateDict:
+    """Return the attributes that differ from what they were when the metrics were created."""
+    changed = {
+        path: {name: value for name, value in of.items() if not _is_same(value, created.get(path, {}).get(name))}
+        for path, of in values.items()
+    }
+    return {path: of for path, of in changed.items() if of}
+
+
+def _is_same(value: Tree, before: Tree) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
+        return torch.equal(value, before)
+    return type(value) is type(before) and value == before
 
 
 def _load_state(metrics: MetricCollection, states: StateDict) -> None:

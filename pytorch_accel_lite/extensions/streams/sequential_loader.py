@@ -220,6 +220,15 @@ class SequentialLoader(ShardedLoader):
                 return f"{type(part).__name__} is an iterator, which gives each batch once and cannot begin again"
         return ""
 
+    @property
+    def resuming_note(self) -> str:
+        if self._tracker is None or not self._tracker.obstacle:
+            return super().resuming_note
+        return (
+            "If this run is interrupted, the resumed one will first read again what its epoch has seen, from "
+            f"{self._tracker.name}: {self._tracker.obstacle}."
+        )
+
     def _open(self, first: int) -> Iterator[BatchData]:
         """Start reading the source; its next batch is number ``first`` of the epoch."""
         self._seed_held()

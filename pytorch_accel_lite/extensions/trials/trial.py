@@ -293,7 +293,7 @@ def _prepared(trainer: TrainerLike) -> Iterator[None]:
 
 
 def _keep_training(trainer: TrainerLike, before: Snapshot) -> None:
-    """Keep weights, buffers, gradients, modes, the optimizer, the scaler and the generators.
+    """Keep weights, buffers, gradients, modes, the optimizer, the scaler, attributes and the generators.
 
     This includes the loss function, registered objects, and other modules of the trainer, such as averaged copies,
     because its steps may change them.
@@ -306,7 +306,11 @@ def _keep_training(trainer: TrainerLike, before: Snapshot) -> None:
     parameters = list(dict.fromkeys([*of_modules, *all_optimized_parameters(trainer)]))
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         raise ValueError("The model has uninitialised lazy layers. Pass it a batch first: model(inputs).")
-    before.enter_context(preserving_modes(chain.from_iterable(root.modules() for root in roots)))
+    parts = list(dict.fromkeys(chain.from_iterable(root.modules() for root in roots)))
+    # A loss function may also be an object that is no module.
+    others = [trainer, *([trainer.loss_func] if hasattr(trainer.loss_func, "__dict__") else [])]
+    before.enter_context(preserving_attributes(*dict.fromkeys([*parts, *others])))
+    before.enter_context(preserving_modes(parts))
     before.set_gradients_aside(parameters)
     before.keep_states([*stateful, *all_registered_objects(trainer).values()])
     before.keep_buffers(roots)

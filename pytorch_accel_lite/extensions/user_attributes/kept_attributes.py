@@ -8,7 +8,7 @@ Attributes that differ between the processes are kept for each process.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
@@ -27,6 +27,14 @@ from pytorch_accel_lite.extensions.user_attributes.attribute_owners import (
     saved_elsewhere,
 )
 from pytorch_accel_lite.extensions.user_attributes.changed_attributes import describe_changes, is_moved
+from pytorch_accel_lite.extensions.user_attributes.module_attributes import (
+    ModuleAttributes,
+    encoder_of,
+    owners_in_modules,
+    place_of,
+    shares_memory_with_weights,
+    with_modules,
+)
 from pytorch_accel_lite.extensions.user_attributes.plain_objects import (
     Decoder,
     Encoder,
@@ -60,6 +68,7 @@ class KeptAttributes(UserAttributes):
         self._names: dict[str, set[str]] = {}  # of all attributes that the program had created, by owner
         self._changed: set[Key] = set()  # known to have changed
         self._warned_of: set[str] = set()  # paths of values that states cannot keep, or that are large
+        self._in_modules = ModuleAttributes()
 
     def note_created(self, trainer: TrainerLike) -> None:
         """Note the attributes created by the program, before a run changes them."""
@@ -78,6 +87,12 @@ class KeptAttributes(UserAttributes):
                 self._digests[key] = found
             if is_setting(node):
                 self._settings[key] = node
+
+    def note_modules(self, trainer: TrainerLike) -> None:
+        """Note the attributes of modules that have not been noted yet, before a run changes them."""
+        owners = owners_in_modules(trainer)
+        if owners:
+            self._in_modules.note_created(owners, with_modules(owners, saved_elsewhere(trainer)))
 
     # ------------------------------------------------------------------------------------------------ saving
 
@@ -103,6 +118,7 @@ class KeptAttributes(UserAttributes):
             if key in self._changed or _is_kept_anyway(node):
                 kept.add(key)
             encoder.pack()
+        self._capture_modules(trainer, is_saved, nodes, digests, kept)
         kept, own = (kept, set()) if is_alone else _agree_on_kept(trainer, kept, digests)
         of_all: StateDict = {
             "kept": _by_owner({key: nodes[key] for key in nodes if key in kept - own}),
@@ -112,12 +128,36 @@ class KeptAttributes(UserAttributes):
                 name: sorted(self._names.get(name, set()) - vars(owner).keys()) for name, owner in owners.items()
             },
             "own": _by_owner(dict.fromkeys(sorted(own))),
+            "has_modules": True,  # earlier versions did not keep the attributes of modules
         }
         self._print_large(trainer, of_all["kept"])
         return of_all, _by_owner({key: nodes[key] for key in nodes if key in own})
 
+    def _capture_modules(
+        self,
+        trainer: TrainerLike,
+        is_saved: Callable[[object], bool],
+        nodes: dict[Key, Node],
+        digests: dict[Key, str | None],
+        kept: set[Key],
+    ) -> None:
+        """Add the attributes of modules that the run has changed to the nodes of users' attributes."""
+        owners = owners_in_modules(trainer)
+        is_saved = with_modules(owners, is_saved)
+        for key, value in self._in_modules.changed(owners, is_saved):
+            encoder = encoder_of(value, is_saved)
+            node = encoder.encode(value, path_of(key))
+            if not holds_nothing(node):
+                nodes[key] = node
+                digests[key] = None if trainer.ranks.world_size == 1 else digest(node)
+                self._changed.add(key)
+                kept.add(key)
+                encoder.pack()
+        self._in_modules.note_created(owners, is_saved)  # those that the run has created meanwhile
+
     def describe_unsaved(self, trainer: TrainerLike) -> str:
         """Return a description of the parts of users' attributes that states cannot hold; an empty text without any."""
+        self.note_modules(trainer)  # those that starting events have created
         unsaved: dict[str, str] = {}
         is_saved = saved_elsewhere(trainer)
         for key, value in attributes_of_users(trainer):
@@ -172,8 +212,9 @@ class KeptAttributes(UserAttributes):
     ) -> None:
         """Restore the users' attributes, in place if the program has created them."""
         owners = owners_of_attributes(trainer)
-        lost = []
-        for owner, states in _merged(saved.get("kept", {}), own or {}).items():
+        states_by_owner = _merged(saved.get("kept", {}), own or {})
+        lost = self._restore_in_modules(trainer, states_by_owner, source, is_final)
+        for owner, states in states_by_owner.items():
             if owner not in owners:
                 continue  # another message reports the missing callback
             held, unsaved = vars(owners[owner]), unsaved_attribute_names(owners[owner])
@@ -189,8 +230,28 @@ class KeptAttributes(UserAttributes):
                 vars(owners[owner]).pop(name, None)
         if is_final:
             self._restore_settings(trainer, saved, owners)
+            if saved.get("has_modules"):
+                self._in_modules.reset_unchanged(owners_in_modules(trainer), self.names_in(saved))
             _say_what_is_lost(saved, own, lost, source)
             self._say_what_differs(trainer, saved)
+
+    def _restore_in_modules(
+        self, trainer: TrainerLike, states_by_owner: Mapping[str, Mapping[str, Node]], source: str, is_final: bool
+    ) -> list[str]:
+        """Restore the attributes of modules, and return the paths of those that have no place in the program."""
+        lost = []
+        for owner, module in owners_in_modules(trainer).items():
+            for name, node in states_by_owner.get(owner, {}).items():
+                held = place_of(module, name)
+                current = held.get(name, NoPlaceError)
+                if shares_memory_with_weights(module, current):
+                    current = NoPlaceError
+                try:
+                    decoder = Decoder(trainer.device, source)
+                    held[name] = decoder.decode(node if is_final else copy.deepcopy(node), current)
+                except NoPlaceError:
+                    lost.append(path_of((owner, name)))
+        return lost
 
     def _restore_settings(self, trainer: TrainerLike, saved: StateDict, owners: Mapping[str, object]) -> None:
         """Reset attributes that the saved run had not changed to their created values: events may have changed them."""

@@ -33,7 +33,7 @@ from pytorch_accel_lite.extension_tools.random_numbers import RandomGenerator, r
 from pytorch_accel_lite.extension_tools.states_and_files import full_state_dict
 from pytorch_accel_lite.extensions.user_attributes.packed_lists import Columns, pack_columns, unpack_columns
 
-#: A value of one of ``_SCALARS``, or a tuple of the name of its kind and its parts.
+#: A value of one of ``SCALARS``, or a tuple of the name of its kind and its parts.
 Node: TypeAlias = Any
 #: The program's object in the place of the restored one; ``NoPlaceError`` if there is none.
 Current: TypeAlias = Any
@@ -41,7 +41,7 @@ Current: TypeAlias = Any
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
+SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SEQUENCES: dict[str, type] = {kind.__name__: kind for kind in (list, set, frozenset, deque)}
 _DICTS: dict[str, type] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (int, float, str, list, dict, set, bool)}
@@ -101,7 +101,7 @@ class Encoder:
         self._parts_left -= 1
         if self._parts_left < 0:
             raise TooManyPartsError
-        if type(value) in _SCALARS:
+        if type(value) in SCALARS:
             return value
         if id(value) in self._numbers:
             return "again", self._numbers[id(value)]

@@ -11,7 +11,7 @@ from pytorch_accel_lite.base.modules.unwrapping import unwrap
 from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.run.events import STEP_EVENTS, Phase
-from pytorch_accel_lite.run.parts_of_run import GlobalModes
+from pytorch_accel_lite.run.loop_state import GlobalModes
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
 #: For each phase, the methods of a trainer that compute a batch.

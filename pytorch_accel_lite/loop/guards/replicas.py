@@ -12,8 +12,8 @@ from pytorch_accel_lite.base.modules.quantised_weights import all_plain_parts
 from pytorch_accel_lite.base.modules.unwrapping import unwrap
 from pytorch_accel_lite.base.values.tensor_bits import sums_of_bits
 from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_modules
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import all_optimized_parameters, updated_parameters
-from pytorch_accel_lite.run.trainer_parts.trainer_attributes import other_modules
 
 _MAX_NAMED = 4  # parameters named in a message
 _ON_PURPOSE = "Pass check_replicas=False to the Trainer if the weights are supposed to differ."
@@ -87,13 +87,10 @@ def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Fingerprint]) 
             f"until each parameter has one. {_UNUSED} {_ON_PURPOSE}"
         )
     return (
-        "Likely causes: a step that calls the bare module or a part of it, parameters that were unfrozen during "
-        f"the run without rewrap_model(), or a module that is trained besides the model: each of these {bypasses} "
-        "To average the gradients of an additional module, call self.accelerator.prepare(module). Or the loss does not "
-        f"depend on all parameters: torch averages no gradients until each parameter has one. {_UNUSED} Other "
-        "causes: modules with different weights on each process, optimizers whose settings a callback changes on some "
-        "of them, or weights that the model draws in its first forward pass: call it once "
-        f"before the run, after torch.manual_seed. {_ON_PURPOSE}"
+        "Likely causes: a step that calls the bare module or a part of it, or parameters that were unfrozen during the "
+        f"run without rewrap_model(): each of these {bypasses} To average the gradients of a module that is trained "
+        "besides the model, call self.accelerator.prepare(module). If the model draws weights in its first forward "
+        f"pass, call it once before the run, after torch.manual_seed. {_ON_PURPOSE}"
     )
 
 

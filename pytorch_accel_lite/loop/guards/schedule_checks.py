@@ -10,25 +10,39 @@ from torch.optim.lr_scheduler import OneCycleLR
 from pytorch_accel_lite.base.display.reprs import short_repr
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.optimizers.optimizer_parts import follows_metric, schedulers_in
-from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerScheduler
+from pytorch_accel_lite.optimizers.optimizer_types import TrainerScheduler
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.trainer_parts.trainer_attributes import other_optimizers
+from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_optimizers
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.schedulers.placeholders import Placeholder
 
 
-def check_scheduler(
-    scheduler: TrainerScheduler, request: RunRequest, create_scheduler_fn: SchedulerFactory | None, steps_itself: bool
-) -> None:
-    """Check that a scheduler can be stepped, and is given a metric if and only if it takes one.
+def check_scheduler(trainer: TrainerLike, request: RunRequest) -> None:
+    """Check that the scheduler can be stepped as a run requests, and is given a metric if and only if it takes one."""
+    _check_scheduler(trainer, request, steps_itself="scheduler_step" in trainer.current_run.overridden)
+
+
+def check_timms_scheduler(trainer: TrainerLike, request: RunRequest) -> None:
+    """Check the scheduler of a ``TrainerWithTimmScheduler``, and that the run does not say when it is stepped."""
+    _check_scheduler(trainer, request, steps_itself=True)
+    if request.scheduler_interval != "update":
+        raise ValueError(
+            f"scheduler_interval={request.scheduler_interval!r}: TrainerWithTimmScheduler steps timm's schedulers "
+            "after both updates and epochs, as needed. Omit scheduler_interval and scheduler_metric."
+        )
+
+
+def _check_scheduler(trainer: TrainerLike, request: RunRequest, steps_itself: bool) -> None:
+    """Check the scheduler of a run.
 
     Args:
-        create_scheduler_fn: the function that created the scheduler; ``None`` if an overridden ``create_scheduler``
-            created it, which may also return no scheduler
-        steps_itself: whether an overridden method steps the scheduler
+        steps_itself: whether the trainer's own method steps the scheduler
     """
-    interval, metric = request.scheduler_interval, request.scheduler_metric
+    scheduler, interval, metric = trainer.scheduler, request.scheduler_interval, request.scheduler_metric
+    # An overridden create_scheduler may also return no scheduler.
+    is_overridden = "create_scheduler" in trainer.current_run.overridden
+    create_scheduler_fn = None if is_overridden else trainer.create_scheduler_fn
     parts = schedulers_in(scheduler)
     if create_scheduler_fn is not None or (scheduler is not None and not steps_itself):
         for name, part in parts.items():

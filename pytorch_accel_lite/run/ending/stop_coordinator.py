@@ -23,6 +23,9 @@ class StopCoordinator:
 
     Each time the ranks synchronise, they agree on the number of updates until the next time, based on how long an
     update takes on the slowest rank. A single process need not synchronise.
+
+    Evaluations and the ends of epochs always synchronise, and so does the update that comes next: a callback that all
+    ranks stop because of what was evaluated, such as early stopping within an epoch, stops them as soon as one process.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -77,8 +80,8 @@ class StopCoordinator:
             current_time = time.monotonic()
             pace = (current_time - self._since) / self._updates
             stop, pause, pace, self._clock = self.ranks.max([stop, pause, pace, current_time - self._start])
-            if not now:  # with now, the time includes more than updates
-                self._interval = int(min(max(_SECONDS_BETWEEN_SYNCS / max(pace, 1e-9), 1), 10_000))
+            # With now, the time includes more than updates.
+            self._interval = 1 if now else int(min(max(_SECONDS_BETWEEN_SYNCS / max(pace, 1e-9), 1), 10_000))
             self._updates = 0
             self._since = time.monotonic()
         if stop:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from pytorch_accel_lite.base.arguments.argument_checks import check_names
 from pytorch_accel_lite.base.display.formatting import format_metric
-from pytorch_accel_lite.base.display.reprs import html_table, join_wrapped
+from pytorch_accel_lite.base.display.reprs import join_wrapped
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.names.unknown_names import did_you_mean
 from pytorch_accel_lite.base.optional_packages import import_extra
+from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.run.metrics.metric_panels import MetricValue as MetricValue
-from pytorch_accel_lite.run.metrics.metric_panels import best_of, panels_by_metric
 from pytorch_accel_lite.run.metrics.plots_seam import PLOTS
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 #: The values of metrics by name, with the number of the epoch as ``epoch``.
 Row: TypeAlias = dict[str, MetricValue]
 
-
-_MOST_ROWS = 100  # number of rows in a notebook
+#: What shows a history in a notebook: returns HTML, or ``None`` if the history does not know the epochs of its values.
+HISTORY_TABLE: Slot[Callable[[RunHistory], str | None]] = Slot("progress_table")
 
 
 class RunHistory(ABC):
@@ -213,34 +213,22 @@ class RunHistory(ABC):
         return True  # so that `history or default` keeps an empty history
 
     def _repr_html_(self) -> str | None:
-        """Return a table of the epochs, with the best values in bold of evaluated metrics whose direction is known."""
-        try:
-            rows = self.rows()
-        except TypeError:  # the history does not know the epochs of its values
-            return None
-        names = [name for name in self if any(name in row for row in rows)]
-        panels = panels_by_metric(names)
-        first = max(len(rows) - _MOST_ROWS, 0)
-        bold = set()
-        for column, name in enumerate(names, 1):
-            best = best_of([row.get(name) for row in rows], name, panels[name], self.directions)
-            bold |= set() if best is None else {(best - first, column)}
-        shown = [[row["epoch"], *(_format_cell(row.get(name)) for name in names)] for row in rows[first:]]
-        notes = [f"{first} earlier epochs are in rows() and to_dataframe()."] if first else []
-        return html_table("", shown, ["epoch", *names], notes, bold)
+        """Return a table of the epochs for notebooks, or ``None``: they then show the text."""
+        return None if HISTORY_TABLE.content is None else HISTORY_TABLE.content(self)
 
     def __repr__(self) -> str:
         latest = (f"{name}={format_metric(self.get_latest_metric(name))}" for name in self)
         return join_wrapped(f"{type(self).__name__}(", latest, ")")
 
 
-def _format_cell(value: Any) -> str:
-    return "" if value is None else format_metric(value)
-
-
 def count_values(history: RunHistory) -> dict[str, int]:
     """Return the number of values of each metric in a history, by name."""
     return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
+
+
+def counts_before_growth(history: RunHistory, counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the earlier number of values, from ``count_values()``, of each metric that has more values now."""
+    return {name: counts.get(name, 0) for name, now in count_values(history).items() if now > counts.get(name, 0)}
 
 
 class NewMetrics:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from pytorch_accel_lite.optimizers.optimizer_steps import set_mode
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_parts.trainer_attributes import other_optimizers
+from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_optimizers
 
 
 def set_optimizer_modes(trainer: TrainerLike, training: bool) -> None:

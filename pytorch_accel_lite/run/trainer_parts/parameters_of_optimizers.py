@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from pytorch_accel_lite.base.modules.sharded_weights import local_shard
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created, optimized_parameters
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_parts.trainer_attributes import other_optimizers
+from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_optimizers
 
 
 def all_optimized_parameters(trainer: TrainerLike) -> list[nn.Parameter]:

@@ -558,3 +558,17 @@ def test_several_targets_are_shown_if_the_loss_takes_only_one():
     assert "'id': " in of_loss
     assert "does not take: 'answer', 'id', 'name'. If one is the target, call it 'target'" in of_loss
     assert "targets['answer']" in of_loss
+
+
+class AddsGroup(TrainerCallback):
+    def on_update_end(self, trainer, **kwargs):
+        if trainer.progress.update == 1:
+            trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+@pytest.mark.parametrize("schedule", ["cosine", lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, float)])
+def test_groups_added_beside_a_schedule_have_advice(schedule):
+    with pytest.raises((ValueError, IndexError)) as caught:
+        train(make_trainer([AddsGroup()]), create_scheduler_fn=schedule)
+    [note] = notes_of(caught.value)
+    assert "What to do: the optimizer has 2 parameter groups, but had 1 when" in note

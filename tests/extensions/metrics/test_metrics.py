@@ -325,6 +325,18 @@ def test_metrics_that_wrap_others_resume_exactly_too(tmp_path, create):
     assert run() == run(resume_from=tmp_path / "update-000000002")
 
 
+def test_extremes_of_earlier_epochs_are_resumed(tmp_path):
+    def run(**kwargs: Any) -> dict[str, Any]:
+        metrics = MetricsCallback({"m": MinMaxMetric(MeanSquaredError())}, train=True)
+        saver = SaveTrainingStateCallback(tmp_path, save_every_n_epochs=1)
+        trainer = train(make_trainer([metrics, saver], seed=0), epochs=3, eval_dataset=make_data(), **kwargs)
+        return trainer.run_history.to_dict()
+
+    whole = run()
+    assert whole["max"][-1] > whole["raw"][-1]
+    assert run(resume_from=sorted(tmp_path.glob("update-*"))[1]) == whole
+
+
 def test_a_metric_may_give_a_plain_number():
     class Rounded(MeanSquaredError):
         def compute(self):
@@ -694,6 +706,29 @@ def test_pixel_targets_are_not_used_as_labels(shape):
     trainer = make_trainer(metrics="accuracy", model=model, loss_func=nn.MSELoss())
     with pytest.raises(ValueError, match="cannot be told from outputs"):
         trainer.evaluate(data)
+
+
+def test_classes_in_the_last_dimension_have_advice_that_works():
+    pytest.importorskip("transformers")
+    from transformers import BertConfig, BertForTokenClassification
+
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertForTokenClassification(BertConfig(**sizes, intermediate_size=8, num_labels=3))
+    data = [{"input_ids": torch.arange(4), "labels": torch.tensor([-100, 0, 1, 2])}] * 5
+
+    def evaluated(metrics: MetricsCallback) -> dict[str, float]:
+        return Trainer(model, None, None, callbacks=[metrics]).evaluate(data)
+
+    with pytest.raises(ValueError, match="Classes are expected in dimension 1, not in the last"):
+        evaluated(MetricsCallback("accuracy"))
+
+    def by_token(batch: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return output["model_outputs"].logits.flatten(0, 1), batch["labels"].flatten()
+
+    found = evaluated(MetricsCallback("accuracy", by_token, ignore_index=-100))
+    with torch.no_grad():
+        classes = model.eval()(data[0]["input_ids"][None]).logits.argmax(-1)[0, 1:]
+    assert found["accuracy"] == pytest.approx((classes == torch.arange(3)).double().mean().item())
 
 
 def test_outputs_not_of_a_classifier_are_an_error_with_advice():

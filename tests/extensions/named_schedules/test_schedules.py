@@ -17,8 +17,10 @@ from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler, ScheduleName, WSDLrScheduler, schedule_values
 from pytorch_accel_lite.schedulers.wsd_scheduler import DECAYS, estimate_checkpoint_steps
-from tests.schedulers import test_schedulers as of_cosine
-from tests.schedulers.test_schedulers import COSINE, WSD_CASES, make_optimizer, rates, rates_of_layers, run, saved_run
+from tests.extensions.named_schedules import test_cosine as of_cosine
+from tests.extensions.named_schedules.test_cosine import COSINE, WSD_CASES, rates_of_layers
+from tests.schedulers import test_schedulers as of_schedules
+from tests.schedulers.test_schedulers import make_optimizer, rates, run, saved_run
 from tests.small_models import Stream, equal_weights, make_data, weights
 
 P = TrainerPlaceholderValues
@@ -358,4 +360,4 @@ def test_schedules_refuse_bad_rates_and_lengths(create, kwargs, error, message):
 )
 def test_invalid_arguments_for_a_schedule_by_name_are_named(arguments, error, message):
     arguments = {"create_scheduler_fn": "wsd", **arguments}
-    of_cosine.test_invalid_schedule_names_and_warm_ups_are_named(arguments, error, message)
+    of_schedules.test_invalid_schedule_names_and_warm_ups_are_named(arguments, error, message)

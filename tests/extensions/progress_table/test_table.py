@@ -18,7 +18,6 @@ from torch.utils.data import TensorDataset
 from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import StopTrainingError, Trainer, callbacks, get_default_callbacks
-from pytorch_accel_lite.base.display import terminals_and_notebooks
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
@@ -28,6 +27,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
+from pytorch_accel_lite.extension_tools import texts_and_pages
 from pytorch_accel_lite.extensions.progress_table import progress_table_callback
 from tests.launching import two_are_enough
 from tests.ranks import rank, shared_folder
@@ -68,7 +68,7 @@ def _eighty_columns(monkeypatch):
 
 @pytest.fixture
 def _notebook(monkeypatch):
-    monkeypatch.setattr(terminals_and_notebooks, "in_notebook", lambda: True)
+    monkeypatch.setattr(texts_and_pages, "in_notebook", lambda: True)
     monkeypatch.setattr(progress_table_callback, "in_notebook", lambda: True)
 
 

@@ -77,6 +77,8 @@ def test_a_source_that_cannot_report_all_is_read_again(tmp_path, kind, reason):
     assert same_bits(resumed["seen"], whole["seen"][4:])
     assert "read again from IterableDataset" in resumed["printed"]
     assert reason in resumed["printed"]
+    assert "will first read again what its epoch has seen, from IterableDataset" in resumed["printed"]
+    assert "will not see the same training data" not in resumed["printed"]
 
 
 def test_a_stream_without_a_state_is_reread_with_its_noise(tmp_path):

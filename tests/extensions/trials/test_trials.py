@@ -11,7 +11,16 @@ import torch
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.extending import RunRequest
 from pytorch_accel_lite.extensions.trials import Trial, UserCallbacks
-from tests.small_models import equal_weights, make_data, make_trainer, same_bits, train, weights
+from tests.small_models import (
+    equal_weights,
+    float64_data,
+    float64_model,
+    make_data,
+    make_trainer,
+    same_bits,
+    train,
+    weights,
+)
 
 
 class Notes(TrainerCallback):
@@ -44,6 +53,40 @@ def test_a_trial_trains_and_restores_everything():
     assert torch.equal(torch.get_rng_state(), generator)
     assert not trainer.is_running
     assert trainer.progress.update == 0
+
+
+class Counts(torch.nn.Module):
+    """A loss function that changes attributes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.latest = 0, torch.zeros(3)
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = (outputs - targets).square().mean()
+        self.latest[self.calls % 3] = loss.detach()
+        self.calls += 1
+        return loss
+
+
+class Totals(Trainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.total, self.parts = np.zeros(1), {"loss": torch.zeros(())}
+
+    def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
+        output = super().calculate_train_batch_loss(batch)
+        self.total += 1
+        self.parts["loss"] += output["loss"].detach()
+        return output
+
+
+def test_a_trial_restores_attributes_that_steps_change():
+    model = float64_model()
+    trainer = Totals(model, Counts(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    trainer.find_lr(float64_data())
+    assert trainer.loss_func.calls == trainer.total.sum() == trainer.parts["loss"] == 0
+    assert not trainer.loss_func.latest.any()
 
 
 def test_what_a_trial_keeps_is_restored_within_it():

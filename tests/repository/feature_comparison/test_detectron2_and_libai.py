@@ -50,7 +50,7 @@ def test_hooks_run_in_the_order_of_their_list():
     assert heard == [label + name for name in names for label in ("a ", "b ")]
 
 
-@pytest.mark.extension("other_libraries")
+@pytest.mark.extension("common_mistakes", "other_libraries")
 @row("hooks with names of detectron2 are noticed", "`None` in the list is dropped", "what is no hook is refused")
 def test_invalid_callbacks_and_unknown_hooks_are_reported():
     class Hook(TrainerCallback):

@@ -17,8 +17,7 @@ from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import all_optimized_parameters
-from pytorch_accel_lite.run.trainer_parts.trainer_attributes import (
+from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import (
     all_registered_objects,
     buffers_in,
     instances_in,
@@ -27,6 +26,7 @@ from pytorch_accel_lite.run.trainer_parts.trainer_attributes import (
     other_schedulers,
     parameters_in,
 )
+from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import all_optimized_parameters
 
 T = TypeVar("T")
 

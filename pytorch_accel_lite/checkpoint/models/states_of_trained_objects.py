@@ -1,4 +1,4 @@
-"""Capturing and restoring the states of what is trained beside the model, which ``trained_beside_model.py`` finds."""
+"""Capturing and restoring the states of what is trained beside the model, which ``trained_objects.py`` finds."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from pytorch_accel_lite.checkpoint.models.weights import (
     sharded_like,
 )
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_parts.trained_beside_model import learned_by_loss, loose_parameters, trained_objects
-from pytorch_accel_lite.run.trainer_parts.trainer_attributes import other_modules
+from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_modules
+from pytorch_accel_lite.run.trainer_parts.trained_objects import learned_by_loss, loose_parameters, trained_objects
 
 #: An object that is saved with a trainer. The state of a tensor is the tensor itself.
 Owner: TypeAlias = HasStateDict | torch.Tensor

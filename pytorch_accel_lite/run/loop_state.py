@@ -1,4 +1,4 @@
-"""Small parts of a ``Run``: the state of its learning rate schedule, and what only the loop needs to know."""
+"""What only the loop needs to know of a run, such as the modes of torch after its starting events."""
 
 from __future__ import annotations
 
@@ -7,24 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-
-from pytorch_accel_lite.optimizers.param_group_options import Options
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class RunSchedule:
-    """The state of a run's learning rate schedule.
-
-    Attributes:
-        initial_options: options of the optimizer before any schedule, if the run has a schedule
-        shift: by how many updates the schedule is ahead of ``progress.update``, after a resumption with more or fewer
-            updates per epoch
-        is_recreated: whether the schedule of a resumed run is recreated rather than restored
-    """
-
-    initial_options: Options = field(default_factory=list)
-    shift: int = 0
-    is_recreated: bool = False
 
 
 class GlobalModes(NamedTuple):
@@ -57,6 +39,8 @@ class LoopState:
         must_warm_up_ddp: whether ``DistributedDataParallel`` still has to arrange its gradients
         must_compare_replicas: whether the first update still has to be compared between the processes
         without_gradient: the parameters that had no gradient on this process in the first update
+        must_sync_at_start: whether the processes synchronise at the start of the next step, because a callback of a
+            resumed run may stop it there: the saved run had come to the stop, but not ended yet
     """
 
     uses_builtin_loop: bool = False
@@ -65,3 +49,4 @@ class LoopState:
     must_warm_up_ddp: bool = False
     must_compare_replicas: bool = False
     without_gradient: list[nn.Parameter] = field(default_factory=list)
+    must_sync_at_start: bool = False
