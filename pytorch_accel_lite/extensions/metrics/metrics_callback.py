@@ -30,6 +30,8 @@ from pytorch_accel_lite.extensions.metrics.metrics_by_name import (
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
+_NO_LABELS = "The targets are not labels. For regression, name metrics such as 'mae' and 'r2'."
+
 
 _UPDATES = "number of updates"  # key added to the state of a metric, which has no such number
 
@@ -345,9 +347,6 @@ class MetricsCallback(TrainerCallback):
         first = 0 if self._ranks is None else sum(counts[: self._ranks.rank])
         for copy, states in zip(copies, state["ranks"][first:], strict=False):
             _load_state(copy, states)
-
-
-_NO_LABELS = "The targets are not labels. For regression, name metrics such as 'mae' and 'r2'."
 
 
 def _check_names(metrics: object) -> None:
