@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
-from pytorch_accel_lite.base.arguments.argument_checks import check_choice, check_positive_int, check_positive_number
+from pytorch_accel_lite.base.arguments.argument_checks import (
+    check_choice,
+    check_number,
+    check_positive_int,
+    check_positive_number,
+)
 from pytorch_accel_lite.base.arguments.checked_calls import checked_calls
 from pytorch_accel_lite.base.display.formatting import wrapped
 from pytorch_accel_lite.base.types import StateDict
@@ -16,6 +21,11 @@ from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
 _CLEAR_CHANGE = 0.01  # relative; a small loss that changes this much clearly changes
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a number, which may be in a tensor or an array, as a float."""
+    return float(check_number(name, value.item() if hasattr(value, "item") else value))
 
 
 @checked_calls("__init__")
@@ -60,15 +70,16 @@ class EarlyStoppingCallback(MetricWatcher):
         baseline: float | None = None,
     ) -> None:
         super().__init__(watch_metric, greater_is_better, reset_on_train)
-        if not 0 <= early_stopping_threshold < math.inf:
+        threshold = _number("early_stopping_threshold", early_stopping_threshold)
+        if not 0 <= threshold < math.inf:
             raise ValueError(f"early_stopping_threshold={early_stopping_threshold!r} must be 0 or more, and finite.")
-        if baseline is not None and math.isnan(float(baseline)):
+        if baseline is not None and math.isnan(_number("baseline", baseline)):
             raise ValueError(f"baseline={baseline!r} must be a number: nothing is better than NaN. Omit it for none.")
         self.early_stopping_patience = check_positive_int("early_stopping_patience", early_stopping_patience)
-        self.early_stopping_threshold = early_stopping_threshold
+        self.early_stopping_threshold = threshold
         self.threshold_mode = check_choice("threshold_mode", threshold_mode, ("absolute", "relative"))
         self.patience_in = check_choice("patience_in", patience_in, ("epochs", "evaluations"))
-        self.baseline = None if baseline is None else float(baseline)
+        self.baseline = None if baseline is None else _number("baseline", baseline)
         self._run: Run | None = None
         self._message = ""  # a message to print after the metrics of the epoch
         self._stops_at_once = False  # whether the resumed state was saved just before a stop
