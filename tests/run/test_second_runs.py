@@ -170,7 +170,6 @@ def test_an_optimizer_without_a_hash_has_schedules_too():
         assert seen.rates[0] == 0.1
 
 
-@pytest.mark.extension("recorded_settings")
 @pytest.mark.parametrize("load", ["load_checkpoint", "load_training_state"])
 def test_a_rate_set_by_hand_after_loading_is_used(tmp_path, load):
     trainer, _ = noting()
