@@ -41,6 +41,14 @@ def test_compiled_and_plain_models_load_each_others_checkpoints(tmp_path, wrap):
     assert equal_weights(weights(plain.model), weights(make_model(1)))
 
 
+def test_a_name_that_ends_like_the_prefix_of_compile_stays(tmp_path):
+    model = nn.Module()
+    model.pre_orig_mod = compiled(nn.Linear(2, 1))
+    make_trainer(model=model, optimizer=None).save_checkpoint(tmp_path / "model.pt")
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)["model_state_dict"]
+    assert saved.keys() == {"pre_orig_mod.weight", "pre_orig_mod.bias"}
+
+
 def test_a_compiled_model_can_be_trained_saved_and_loaded(tmp_path):
     model = compiled(make_model())
     trainer = make_trainer([SaveBestModelCallback(tmp_path / "best.pt", "train_loss_epoch")], model=model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
@@ -36,7 +37,7 @@ from pytorch_accel_lite.run.run import TrainerLike
 #: The file of a model's weights in a directory, and the index of a large model's files, as on the Hugging Face Hub.
 WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_COMPILED = "_orig_mod."
+_COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # a whole part of a name
 _PARALLEL = "module."
 
 
@@ -72,7 +73,7 @@ def _state_of_zero_3(model: nn.Module, keep: bool) -> StateDict:
 
 def without_compile(state: StateDict) -> StateDict:
     """Remove the prefixes of ``torch.compile`` from the names in a state."""
-    return {key.replace(_COMPILED, ""): value for key, value in state.items()}
+    return {_COMPILED.sub("", key): value for key, value in state.items()}
 
 
 def fit_model_state(
@@ -94,7 +95,7 @@ def fit_model_state(
         ValueError: if the state does not fit; lists missing and unexpected keys and mismatched shapes
     """
     current = model.state_dict()
-    names = {key.replace(_COMPILED, ""): key for key in current}
+    names = {_COMPILED.sub("", key): key for key in current}
     local = without_compile(current)
     state = _without_wrappers(state, local)
     shapes = {
@@ -136,7 +137,7 @@ def _prefixes_of_any_shape(model: nn.Module) -> set[str]:
         defining = next(kind for kind in type(module).__mro__ if "_load_from_state_dict" in vars(kind))
         return not defining.__module__.startswith("torch.nn.")
 
-    return {name.replace(_COMPILED, "") for name, module in model.named_modules() if loads_itself(module)}
+    return {_COMPILED.sub("", name) for name, module in model.named_modules() if loads_itself(module)}
 
 
 def _without_wrappers(state: StateDict, model_names: Mapping[str, object]) -> StateDict:
