@@ -542,14 +542,15 @@ class Trainer:
             save_path: path of the file, usually ending in ``.pt``; missing folders are created. Or an open binary file
                 or ``io.BytesIO``, which the main process of the job writes from its position, flushes and leaves open;
                 the other processes may pass anything.
-            checkpoint_kwargs: further entries of the file
+            checkpoint_kwargs: further entries of the file, under names that it does not have already
             save_optimizer: whether to include the state of the optimizer, and of optimizers that are attributes
             save_scheduler: whether to include the state of the scheduler, if any, and of schedulers that are attributes
             save_per_node: whether to save once on every machine, instead of once in the job
             trainable_only: whether to leave out frozen parameters of the model, see ``save_model()``
 
         Raises:
-            ValueError: if ``trainable_only`` would leave out everything, or a file is closed or cannot be written
+            ValueError: if ``trainable_only`` would leave out everything, an entry has the name of one that the file has
+                already, or a file is closed or cannot be written
         """
         saving.save_checkpoint(
             self,
@@ -643,7 +644,7 @@ class Trainer:
         Args:
             output_dir: directory of the state, or a URL such as ``"s3://bucket/state"`` (see
                 ``SaveTrainingStateCallback``); an existing state is replaced once the new one is complete
-            checkpoint_kwargs: further entries, returned by ``load_training_state()``
+            checkpoint_kwargs: further entries, returned by ``load_training_state()`` besides its own
             writer: writes a copy of the state in host memory while training continues; ``None`` to write immediately
             then: called on every process once the state is complete
             created_weights: checksums of weights that the resuming program creates itself; frozen parameters that
@@ -653,6 +654,7 @@ class Trainer:
 
         Raises:
             TypeError: if a value cannot be stored without pickle; names the path to it
+            ValueError: if an entry has the name of one that ``load_training_state()`` returns of itself
             OSError: if the state cannot be written
             RuntimeError: within a step or an accumulation window, even if the run was interrupted there, or in an epoch
                 whose order does not follow from a seed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from pytorch_accel_lite.checkpoint.models.supported_engines import (
     refuse_fsdp1,
 )
 from pytorch_accel_lite.checkpoint.models.weights import WEIGHTS, full_state_dict, model_state
+from pytorch_accel_lite.checkpoint.states.manifest import entries_of_states
 from pytorch_accel_lite.checkpoint.states.state_contents import capture
 from pytorch_accel_lite.checkpoint.states.state_files import CapturedState
 from pytorch_accel_lite.checkpoint.stores_by_url import open_folder, write_state
@@ -54,6 +55,17 @@ from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import weights_are_finite
 
+#: The entries that ``save_checkpoint()`` and ``load_checkpoint()`` give a meaning.
+_ENTRIES_OF_CHECKPOINTS = frozenset(
+    {
+        "model_state_dict",
+        "optimizer_state_dict",
+        "scheduler_state_dict",
+        "loss_func_state_dict",
+        "attribute_state_dicts",
+        FROZEN,
+    }
+)
 #: The ends of the names of files with weights, in other programs.
 _SUFFIXES_OF_FILES = (".pt", ".pth", ".bin", ".ckpt", ".onnx")
 
@@ -76,6 +88,17 @@ def _timed(trainer: TrainerLike) -> Iterator[None]:
         yield
 
 
+def _check_entries(checkpoint_kwargs: StateDict | None, taken: Collection[str], called: str) -> StateDict:
+    """Return a copy of a user's entries for a file, or raise an error if one has the name of an entry of the file."""
+    kwargs = check_dict("checkpoint_kwargs", checkpoint_kwargs)
+    if used := sorted(kwargs.keys() & taken):
+        raise ValueError(
+            f"checkpoint_kwargs: {called} has its own {listed([repr(name) for name in used])}. Give your "
+            f"{'entry another name' if len(used) == 1 else 'entries other names'}."
+        )
+    return kwargs
+
+
 def save_checkpoint(
     trainer: TrainerLike,
     save_path: PathOrFile,
@@ -92,7 +115,7 @@ def save_checkpoint(
         target = file_path("save_path", save_path, "a checkpoint")
     else:
         save_per_node = False
-    kwargs = check_dict("checkpoint_kwargs", checkpoint_kwargs)
+    kwargs = _check_entries(checkpoint_kwargs, _ENTRIES_OF_CHECKPOINTS, "a checkpoint")
     trainer.ranks.repeatable(
         lambda: _attempt_to_save_checkpoint(
             trainer, target, kwargs, save_optimizer, save_scheduler, save_per_node, trainable_only
@@ -290,6 +313,7 @@ def save_training_state(
 ) -> None:
     """Carry out ``Trainer.save_training_state()``."""
     location = parse_location(output_dir, "output_dir")
+    kwargs = _check_entries(checkpoint_kwargs, entries_of_states(), "a training state")
     if not trainer.current_run.training.window.is_between_updates:
         raise RuntimeError(
             "A training state can only be saved between updates. Save it in on_train_step_checkpoint or "
@@ -304,7 +328,6 @@ def save_training_state(
     with _timed(trainer):
         if writer is not None:
             writer.wait()  # the new copy reuses the writer's memory
-        kwargs = check_dict("checkpoint_kwargs", checkpoint_kwargs)
 
         def write(ranks: Ranks, captured: CapturedState) -> None:
             write_state(location, ranks, captured)

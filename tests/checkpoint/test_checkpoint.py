@@ -238,3 +238,25 @@ def test_the_ancestor_loads_our_file_with_its_optimizer(exchange):
 def test_entries_of_a_checkpoint_are_a_dict(tmp_path):
     with pytest.raises(TypeError, match=r"^checkpoint_kwargs=Namespace.*Pass vars\(checkpoint_kwargs\)"):
         make_trainer().save_checkpoint(tmp_path / "model.pt", Namespace(lr=1))
+
+
+ENTRIES = ["model_state_dict", "optimizer_state_dict", "scheduler_state_dict", "loss_func_state_dict"]
+
+
+@pytest.mark.parametrize("name", [*ENTRIES, "attribute_state_dicts", "frozen_weights"])
+def test_entries_of_a_checkpoint_are_not_overwritten(tmp_path, name):
+    with pytest.raises(ValueError, match=f"a checkpoint has its own '{name}'. Give your entry another name"):
+        make_trainer().save_checkpoint(tmp_path / "model.pt", {name: 1, "mine": 2})
+    assert not (tmp_path / "model.pt").exists()
+
+
+def test_entries_of_a_training_state_are_not_hidden(tmp_path):
+    trainer = train(make_trainer())
+    trainer.save_training_state(tmp_path / "state", {"mine": 1})
+    entries = trainer.load_training_state(tmp_path / "state")
+    assert entries.pop("mine") == 1
+    for name in entries:
+        with pytest.raises(ValueError, match=f"a training state has its own '{name}'"):
+            trainer.save_training_state(tmp_path / "other", {name: 1})
+    with pytest.raises(ValueError, match="has its own 'seed', 'world_size'"):
+        trainer.save_training_state(tmp_path / "other", {"world_size": 1, "seed": 1})

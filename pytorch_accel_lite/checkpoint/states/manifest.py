@@ -150,6 +150,12 @@ _OPTIONAL: dict[str, Callable[[object], bool]] = {
 }
 
 
+def entries_of_states() -> set[str]:
+    """Return the names of all fields of manifests, and what else ``load_training_state()`` returns of itself."""
+    unchecked = {"format_version", "files", "checksum", "interrupted"}
+    return {"current_epoch", *unchecked, *_REQUIRED, *_OPTIONAL, *DIVISIONS}
+
+
 def _find_odd_field(manifest: JsonObject) -> str:
     """Return what is wrong with a field of a manifest whose checksum matches; an empty text if nothing is wrong."""
     optional = {**_OPTIONAL, **dict.fromkeys(DIVISIONS, _is_integer_or_none)}
