@@ -15,7 +15,11 @@ from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN, read_che
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
 from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks
 from pytorch_accel_lite.checkpoint.models.frozen_weights import describe_other_weights
-from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import load_loss_state, load_trained_object_states
+from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import (
+    fit_trained_object_states,
+    load_loss_state,
+    undone_on_error,
+)
 from pytorch_accel_lite.checkpoint.models.supported_engines import refuse_engines
 from pytorch_accel_lite.checkpoint.models.weights import (
     fit_model_state,
@@ -49,8 +53,10 @@ def load_checkpoint(
     weights = fit_model_state(model, checkpoint["model_state_dict"], source, strict, frozen_left_out)
     if frozen_left_out and (others := describe_other_weights(model, frozen_left_out, source)):
         warn_outside(f"{others} Create the model from the same pretrained weights.")
+    states = checkpoint.get("attribute_state_dicts", {})
+    loads_of_attributes = fit_trained_object_states(trainer, states, source, load_optimizer, load_scheduler, strict)
     options = settings_recorder().optimizer_options(trainer)
-    with evaluating_optimizers(trainer):
+    with evaluating_optimizers(trainer), undone_on_error(trainer, load_optimizer, load_scheduler):
         if load_optimizer and "optimizer_state_dict" in checkpoint:
             if trainer.optimizer is None:
                 raise ValueError(
@@ -60,9 +66,9 @@ def load_checkpoint(
             _load_optimizer(trainer.optimizer, checkpoint["optimizer_state_dict"], source)
         if load_scheduler and trainer.scheduler is not None and "scheduler_state_dict" in checkpoint:
             trainer.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
+        for load in loads_of_attributes:
+            load()
         load_loss_state(trainer, checkpoint.get("loss_func_state_dict", {}), source)
-        states = checkpoint.get("attribute_state_dicts", {})
-        load_trained_object_states(trainer, states, source, load_optimizer, load_scheduler, strict)
         model.load_state_dict(weights, strict=strict and not frozen_left_out)
     if not trainer.is_running:
         _say_what_was_loaded(trainer, source, options, load_scheduler and "scheduler_state_dict" in checkpoint)

@@ -106,11 +106,17 @@ def initial_options(optimizer: Optimizer, noted: Options | None = None) -> Optio
     return options
 
 
-def note_options(optimizer: Optimizer) -> None:
-    """Note the options that a schedule or a file has set: other values in this optimizer are set by the user."""
+def note_options(optimizer: Optimizer, options: Options | None = None) -> None:
+    """Note the options that a schedule or a file has set: other values in this optimizer are set by the user.
+
+    Args:
+        options: earlier ``noted_options()``, to note them again; by default, the current ones
+    """
+    noted = iter(scheduled_options(optimizer) if options is None else options)
     for part in _parts(optimizer):
+        of_part = [next(noted) for _ in part.param_groups]
         with suppress(TypeError):  # a class of another library may have no hash, or no weak references
-            _noted_options[part] = scheduled_options(part)
+            _noted_options[part] = of_part
 
 
 def noted_options(optimizer: Optimizer) -> Options:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.optimizers.param_group_options import noted_options
 from tests.checkpoint.small_checkpoints import Holder, save_file, trained
 from tests.small_models import (
     adamw_trainer,
@@ -184,6 +186,42 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path):
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
     trainer = make_trainer(model=model, optimizer=torch.optim.Adam(groups))
     refuse_file(tmp_path / "model.pt", ValueError, "parameter group", trainer)
+
+
+def with_critic(size: int = 3, optimizer_class: Any = torch.optim.Adam, rate: float = 0.5) -> Trainer:
+    """A trainer whose loss function, critic and critic's optimizer are trained, so checkpoints have them."""
+    model, loss_func = make_model(), nn.MSELoss()
+    loss_func.scale = nn.Parameter(torch.full((), rate))
+    parameters = [*model.parameters(), loss_func.scale]
+    optimizer = torch.optim.SGD(parameters, lr=rate, momentum=0.9)
+    trainer = make_trainer(model=model, loss_func=loss_func, optimizer=optimizer)
+    trainer.critic = nn.Linear(size, 1)
+    trainer.critic_optimizer = optimizer_class(trainer.critic.parameters(), lr=rate)
+    return train(trainer, create_scheduler_fn=lambda optimizer: StepLR(optimizer, step_size=round(10 * rate)))
+
+
+def all_states(trainer: Trainer) -> Any:
+    owners = (trainer.model, trainer.loss_func, trainer.critic, trainer.scheduler)
+    optimizers = (trainer.optimizer, trainer.critic_optimizer)
+    options = [noted_options(optimizer) for optimizer in optimizers]
+    return copy.deepcopy([*(owner.state_dict() for owner in (*owners, *optimizers)), options])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"size": 2}, "The critic in .* does not fit the trainer's Linear.*of a different shape: weight"),
+        ({"optimizer_class": torch.optim.SGD}, "The critic_optimizer in .* does not fit the trainer's SGD"),
+    ],
+)
+def test_nothing_is_loaded_if_an_attribute_does_not_fit(tmp_path, change, match):
+    with_critic().save_checkpoint(tmp_path / "model.pt")
+    trainer = with_critic(rate=0.1, **change)
+    before = all_states(trainer)
+    with pytest.raises(ValueError, match=match):
+        trainer.load_checkpoint(tmp_path / "model.pt")
+    assert same_bits(all_states(trainer), before)
+    train(trainer)
 
 
 class Extremes(nn.Module):

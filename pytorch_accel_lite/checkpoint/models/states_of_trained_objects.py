@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -22,6 +23,8 @@ from pytorch_accel_lite.checkpoint.models.weights import (
     model_state,
     sharded_like,
 )
+from pytorch_accel_lite.optimizers.optimizer_parts import is_created
+from pytorch_accel_lite.optimizers.param_group_options import note_options, noted_options
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_modules
 from pytorch_accel_lite.run.trainer_parts.trained_objects import learned_by_loss, loose_parameters, trained_objects
@@ -101,6 +104,30 @@ def _state_of(owner: Owner, keep: bool) -> Tree:
     return full_state_dict(owner.detach() if isinstance(owner, torch.Tensor) else owner.state_dict(), keep)
 
 
+@contextmanager
+def undone_on_error(trainer: TrainerLike, optimizers: bool, schedulers: bool) -> Iterator[None]:
+    """Give optimizers and schedulers the states back that they had before this block, if it raises an error.
+
+    Loading replaces their tensors, so nothing is copied. What else is loaded in the block comes last, once it fits.
+    """
+    main = [trainer.optimizer if optimizers else None, trainer.scheduler if schedulers else None]
+    attributes = _included(trainer, optimizers, schedulers) if trainer.saves_attributes else {}
+    owners = [owner for owner in (*main, *attributes.values()) if not isinstance(owner, (nn.Module, torch.Tensor))]
+    before = [
+        (owner, owner.state_dict(), noted_options(owner) if is_created(owner) else None)
+        for owner in owners
+        if owner is not None
+    ]
+    try:
+        yield
+    except BaseException:
+        for owner, state, noted in reversed(before):
+            owner.load_state_dict(state)
+            if noted is not None:
+                note_options(owner, noted)
+        raise
+
+
 def load_trained_object_states(
     trainer: TrainerLike,
     states: Mapping[str, Tree],
@@ -110,41 +137,87 @@ def load_trained_object_states(
     strict: bool = True,
     is_final: bool = False,
 ) -> None:
-    """Restore the attributes from their states.
+    """Restore the attributes from their states, as ``fit_trained_object_states()`` describes."""
+    for load in fit_trained_object_states(trainer, states, source, optimizers, schedulers, strict, is_final):
+        load()
+
+
+def fit_trained_object_states(
+    trainer: TrainerLike,
+    states: Mapping[str, Tree],
+    source: StrPath,
+    optimizers: bool = True,
+    schedulers: bool = True,
+    strict: bool = True,
+    is_final: bool = False,
+) -> list[Callable[[], None]]:
+    """Return functions that restore the attributes from their states, without changing any.
 
     Args:
         strict: ``False`` to load only the weights that fit, and to warn of the others
         is_final: whether no more attributes will be created, so that mismatches with states are worth a warning
 
+    Returns:
+        first those of optimizers and schedulers, which may still raise a ``ValueError``; those of weights do not
+
     Raises:
-        ValueError: if a state does not fit; names the attribute
+        ValueError: if weights do not fit; names the attribute
     """
+    loads: list[Callable[[], None]] = []
     if trainer.saves_attributes:
-        load = partial(load_state, source=source, strict=strict)
         included = _included(trainer, optimizers, schedulers)
         included |= {name: module for name, module in other_modules(trainer).items() if name in states}
         if not is_final:  # the starting events may still add groups to optimizers
             included = {
                 name: owner for name, owner in included.items() if not lacks_groups(owner, states.get(name, {}))
             }
-        load_each("attribute", included, states, load, is_final)
+        weights_last = dict(sorted(included.items(), key=lambda item: isinstance(item[1], (nn.Module, torch.Tensor))))
+
+        def fit(name: str, owner: Owner, state: Tree) -> None:
+            loads.append(fit_state(name, owner, state, source, strict))
+
+        load_each("attribute", weights_last, states, fit, is_final)
+    return loads
 
 
-def load_state(name: str, owner: Owner, state: Tree, source: StrPath, strict: bool = True) -> None:
+def load_state(name: str, owner: Owner, state: Tree, source: StrPath) -> None:
     """Load the state of a module, an optimizer or a scheduler.
 
     Raises:
         ValueError: if the state does not fit; names the object
     """
-    try:
+    fit_state(name, owner, state, source)()
+
+
+def fit_state(name: str, owner: Owner, state: Tree, source: StrPath, strict: bool = True) -> Callable[[], None]:
+    """Return a function that loads the state of a module, an optimizer or a scheduler.
+
+    Raises:
+        ValueError: if weights do not fit; names the object. The function raises it for an optimizer or a scheduler.
+    """
+    with _naming_owner(name, owner, source):
+        load: Callable[[], object]
         if isinstance(owner, nn.Module):
-            owner.load_state_dict(fit_model_state(owner, state, source, strict), strict)
+            load = partial(owner.load_state_dict, fit_model_state(owner, state, source, strict), strict)
         elif isinstance(owner, torch.Tensor):
-            _load_tensor(owner, state)
+            load = _fit_tensor(owner, state)
         elif name == "optimizer" or isinstance(owner, torch.optim.Optimizer):
-            load_optimizer_state(owner, state)
+            load = partial(load_optimizer_state, owner, state)
         else:
-            owner.load_state_dict(state)
+            load = partial(owner.load_state_dict, state)
+
+    def load_naming_owner() -> None:
+        with _naming_owner(name, owner, source):
+            load()
+
+    return load_naming_owner
+
+
+@contextmanager
+def _naming_owner(name: str, owner: Owner, source: StrPath) -> Iterator[None]:
+    """Name the object whose state does not fit in the errors of a block."""
+    try:
+        yield
     except (ValueError, KeyError) as error:
         raise ValueError(
             f"The {name} in {os.fspath(source)!r} does not fit the trainer's {type(owner).__name__}: {error}. Create "
@@ -152,13 +225,17 @@ def load_state(name: str, owner: Owner, state: Tree, source: StrPath, strict: bo
         ) from error
 
 
-def _load_tensor(tensor: torch.Tensor, saved: torch.Tensor) -> None:
-    if isinstance(tensor, UninitializedParameter):
-        tensor.materialize(saved.shape)
-    if tensor.shape != saved.shape:
+def _fit_tensor(tensor: torch.Tensor, saved: torch.Tensor) -> Callable[[], None]:
+    if not isinstance(tensor, UninitializedParameter) and tensor.shape != saved.shape:
         raise ValueError(f"it has the shape {tuple(saved.shape)} there, and {tuple(tensor.shape)} here")
-    with torch.no_grad():
-        tensor.copy_(sharded_like(tensor, saved))
+
+    def load() -> None:
+        if isinstance(tensor, UninitializedParameter):
+            tensor.materialize(saved.shape)
+        with torch.no_grad():
+            tensor.copy_(sharded_like(tensor, saved))
+
+    return load
 
 
 def load_each(
