@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.checkpoint.models.weights import load_optimizer_state
 from pytorch_accel_lite.optimizers.param_group_options import noted_options
 from tests.checkpoint.small_checkpoints import Holder, save_file, trained
 from tests.small_models import (
@@ -186,6 +188,89 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path):
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
     trainer = make_trainer(model=model, optimizer=torch.optim.Adam(groups))
     refuse_file(tmp_path / "model.pt", ValueError, "parameter group", trainer)
+
+
+class Weighted(nn.Module):
+    """A loss function with a trained weight of any size."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(size))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs - targets).square().mean() * self.w.square().mean()
+
+
+def weighted(size: int, make: Any, named: bool = False) -> Trainer:
+    model, loss_func = make_model(), Weighted(size)
+    modules = nn.ModuleList([model, loss_func])
+    optimizer = make(modules.named_parameters() if named else modules.parameters(), lr=0.01)
+    return make_trainer(model=model, loss_func=loss_func, optimizer=optimizer)
+
+
+OPTIMIZERS = [partial(torch.optim.SGD, momentum=0.9), *(getattr(torch.optim, name) for name in ("Adam", "Adamax"))]
+OPTIMIZERS += [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:.*holds parts of the loss function")
+def test_a_state_for_a_parameter_of_another_shape_is_refused(tmp_path, make):
+    train(weighted(2, make)).save_checkpoint(tmp_path / "model.pt")
+    match = r"does not fit .*: '\w+' of parameter 4 has the shape \(2,\) there, but .* has \(3,\) here.*load_optimizer"
+    refuse_file(tmp_path / "model.pt", ValueError, match, weighted(3, make))
+
+
+def test_a_parameter_of_another_shape_is_named_if_it_has_a_name(tmp_path):
+    train(weighted(2, torch.optim.Adam)).save_checkpoint(tmp_path / "model.pt")
+    refuse_file(
+        tmp_path / "model.pt", ValueError, r"parameter 4 \(1\.w\) has", weighted(3, torch.optim.Adam, named=True)
+    )
+
+
+def test_a_loss_function_of_another_shape_is_warned_of(tmp_path):
+    train(weighted(2, torch.optim.Adam)).save_checkpoint(tmp_path / "model.pt", save_optimizer=False)
+    with pytest.warns(UserWarning, match=r"in another shape: w \(2,\), here \(3,\). They are ignored") as caught:
+        weighted(3, torch.optim.Adam).load_checkpoint(tmp_path / "model.pt")
+    assert len(caught) == 1
+
+
+class LowRank(torch.optim.SGD):
+    """Keeps a smaller state than the parameter, as GaLore does."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("exp_avg", parameter.new_zeros(2)[: parameter.ndim])
+
+
+def test_optimizers_of_others_may_have_smaller_states(tmp_path):
+    first, second = weighted(3, LowRank), weighted(3, LowRank)
+    train(first).save_checkpoint(tmp_path / "model.pt")
+    second.load_checkpoint(tmp_path / "model.pt")
+    assert same_bits(second.optimizer.state_dict(), first.optimizer.state_dict())
+
+
+SMALLER = [partial(torch.optim.LBFGS, max_iter=1), torch.optim.Adafactor, partial(torch.optim.NAdam, foreach=True)]
+
+
+@pytest.mark.parametrize("make", SMALLER)
+def test_entries_of_torch_with_shapes_of_their_own_are_loaded(make):
+    def trained_optimizer() -> torch.optim.Optimizer:
+        parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, 2))]
+        optimizer = make(parameters)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = sum(parameter.square().sum() for parameter in parameters)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return optimizer
+
+    first, second = trained_optimizer(), trained_optimizer()
+    load_optimizer_state(second, first.state_dict())
+    assert same_bits(second.state_dict(), first.state_dict())
 
 
 def with_critic(size: int = 3, optimizer_class: Any = torch.optim.Adam, rate: float = 0.5) -> Trainer:

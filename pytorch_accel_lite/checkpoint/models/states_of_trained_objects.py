@@ -54,11 +54,20 @@ def load_loss_state(trainer: TrainerLike, state: StateDict, source: StrPath) -> 
         # Load the whole state: hooks of parts, such as gpytorch's, assume that each part has a state.
         whole = {name: value for name, value in current.items() if not is_lazy(value)} | fitting
         loss_func.load_state_dict(whole, strict=False)
+    if loss_func is None:
+        return
     others = sorted(state.keys() - fitting.keys())
-    if others and loss_func is not None:
+    if missing := [name for name in others if name not in current]:
         warn_outside(
-            f"{os.fspath(source)!r} holds the state of a different loss function ({', '.join(others)}), which the "
+            f"{os.fspath(source)!r} holds the state of a different loss function ({', '.join(missing)}), which the "
             "trainer's loss function does not have. It is ignored."
+        )
+    if shapes := [
+        f"{name} {tuple(state[name].shape)}, here {tuple(current[name].shape)}" for name in others if name in current
+    ]:
+        warn_outside(
+            f"{os.fspath(source)!r} holds parts of the loss function in another shape: {'; '.join(shapes)}. They are "
+            "ignored. To load them, create the loss function as it was when it was saved."
         )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
@@ -29,7 +30,7 @@ from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors
 from pytorch_accel_lite.checkpoint.disk.shards import find_tensors, gather_tensor, is_sharded_tensor
 from pytorch_accel_lite.checkpoint.disk.torch_files import map_nested
 from pytorch_accel_lite.checkpoint.models.model_forms import read_in_form
-from pytorch_accel_lite.optimizers.optimizer_parts import is_created
+from pytorch_accel_lite.optimizers.optimizer_parts import is_created, optimized_parameters, step_modules
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.optimizers.param_group_options import note_options
 from pytorch_accel_lite.run.run import TrainerLike
@@ -39,6 +40,22 @@ WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # a whole part of a name
 _PARALLEL = "module."
+#: The entries of the states of torch's optimizers that have the shape of the parameter, unlike steps.
+_SHAPED_LIKE_PARAMETERS = frozenset(
+    [
+        "momentum_buffer",
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "sum",
+        "ax",
+        "prev",
+    ]
+)
 
 
 def full_state_dict(state: Tree, keep: bool) -> Tree:
@@ -222,6 +239,8 @@ def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
     Raises:
         ValueError: if the state does not fit the optimizer's groups and parameters
     """
+    if is_created(optimizer):
+        _check_shapes_in(state, optimizer)
     groups = getattr(optimizer, "param_groups", ())  # a DeferredOptimizer keeps the state as it is
     parameters = dict(enumerate(p for group in groups for p in group["params"]))
     sharded = {
@@ -239,6 +258,27 @@ def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
         raise ValueError(f"it is of another class of optimizers, without {', '.join(missing)}")
     if is_created(optimizer):
         note_options(optimizer)
+
+
+def _check_shapes_in(state: StateDict, optimizer: Optimizer) -> None:
+    """Raise an error if a state is for parameters of other shapes, as torch notices only in the next step.
+
+    Only for torch's own algorithms: those of others, such as GaLore, may have smaller states on purpose.
+    """
+    saved = [len(group["params"]) for group in state.get("param_groups", ())]
+    if saved != [len(group["params"]) for group in optimizer.param_groups]:
+        return  # the optimizer refuses it
+    kinds = zip(saved, step_modules(optimizer), strict=True)
+    is_of_torch = [module.startswith("torch.optim.") for count, module in kinds for _ in range(count)]
+    names = [name for group in optimizer.param_groups for name in group.get("param_names", [""] * len(group["params"]))]
+    for number, parameter in enumerate(optimized_parameters(optimizer)):
+        for key in _SHAPED_LIKE_PARAMETERS & state["state"].get(number, {}).keys() if is_of_torch[number] else ():
+            value = state["state"][number][key]
+            if isinstance(value, torch.Tensor) and not is_lazy(parameter) and value.shape != parameter.shape:
+                raise ValueError(
+                    f"{key!r} of parameter {number} {f'({names[number]}) ' if names[number] else ''}has the shape "
+                    f"{tuple(value.shape)} there, but the parameter has {tuple(parameter.shape)} here"
+                )
 
 
 def sharded_like(like: torch.Tensor | None, value: Tree) -> Tree:
