@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
-from pytorch_accel_lite.base.arguments.argument_checks import check_choice, check_positive_int, check_positive_number
+from pytorch_accel_lite.base.arguments.argument_checks import (
+    check_choice,
+    check_number,
+    check_positive_int,
+    check_positive_number,
+)
 from pytorch_accel_lite.base.arguments.checked_calls import checked_calls
 from pytorch_accel_lite.base.display.formatting import wrapped
 from pytorch_accel_lite.base.types import StateDict
@@ -16,6 +21,11 @@ from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
 _CLEAR_CHANGE = 0.01  # relative; a small loss that changes this much clearly changes
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a number, which may be in a tensor or an array, as a float."""
+    return float(check_number(name, value.item() if hasattr(value, "item") else value))
 
 
 @checked_calls("__init__")
@@ -60,15 +70,16 @@ class EarlyStoppingCallback(MetricWatcher):
         baseline: float | None = None,
     ) -> None:
         super().__init__(watch_metric, greater_is_better, reset_on_train)
-        if not 0 <= early_stopping_threshold < math.inf:
+        threshold = _number("early_stopping_threshold", early_stopping_threshold)
+        if not 0 <= threshold < math.inf:
             raise ValueError(f"early_stopping_threshold={early_stopping_threshold!r} must be 0 or more, and finite.")
-        if baseline is not None and math.isnan(float(baseline)):
+        if baseline is not None and math.isnan(_number("baseline", baseline)):
             raise ValueError(f"baseline={baseline!r} must be a number: nothing is better than NaN. Omit it for none.")
         self.early_stopping_patience = check_positive_int("early_stopping_patience", early_stopping_patience)
-        self.early_stopping_threshold = early_stopping_threshold
+        self.early_stopping_threshold = threshold
         self.threshold_mode = check_choice("threshold_mode", threshold_mode, ("absolute", "relative"))
         self.patience_in = check_choice("patience_in", patience_in, ("epochs", "evaluations"))
-        self.baseline = None if baseline is None else float(baseline)
+        self.baseline = None if baseline is None else _number("baseline", baseline)
         self._run: Run | None = None
         self._message = ""  # a message to print after the metrics of the epoch
         self._stops_at_once = False  # whether the resumed state was saved just before a stop
@@ -128,25 +139,51 @@ class EarlyStoppingCallback(MetricWatcher):
         self.early_stopping_patience_counter += 1
         self._check_patience()
         used = f"{self.early_stopping_patience_counter} of {self.early_stopping_patience} {self.patience_in}"
-        self._message = (
-            f"{self.watch_metric}: {metric:.6g} {self._compare(metric).in_words()}; {used} of patience used."
-        )
+        self._message = f"{self.watch_metric}: {metric:.6g} {self._compared(metric)}; {used} of patience used."
 
     def _check_patience(self) -> None:
         """Stop the run if patience is used up."""
-        patience = self.early_stopping_patience
-        if self.early_stopping_patience_counter >= patience:
-            during = f"{patience} {self.patience_in if patience > 1 else self.patience_in[:-1]}"
-            raise StopTrainingError(f"{self.watch_metric} {self._compare(self.best_metric).as_reason(during)}")
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            raise StopTrainingError(f"{self.watch_metric} {self._reason_to_stop()}")
 
-    def _compare(self, value: float | None) -> _Comparison:
-        """Compare a value with the value that it should have improved on."""
+    def _compared(self, metric: float) -> str:
+        """Describe how a value compares with the value that it should have improved on."""
         reference = self._reference
-        gain = -math.inf if value is None or reference is None else self._watched.improvement(value, reference)
-        is_baseline = reference == self.baseline and reference != self.best_metric
-        is_relative = self.threshold_mode == "relative"
-        direction = self._watched.direction
-        return _Comparison(value, reference, gain, is_baseline, self.early_stopping_threshold, is_relative, direction)
+        if reference is None:
+            return "is not finite"
+        compared = f"{'the baseline ' if self._is_baseline() else ''}{reference:.6g}"
+        if (gain := self._watched.improvement(metric, reference)) > 0:
+            return f"is better than {compared} by {self._small_gain(gain, reference)}"
+        return f"is no better than {compared} ({self._watched.direction})"
+
+    def _reason_to_stop(self) -> str:
+        """Describe how the best value compares."""
+        patience, best, reference = self.early_stopping_patience, self.best_metric, self._reference
+        during = f"{patience} {self.patience_in if patience > 1 else self.patience_in[:-1]} (early_stopping_patience)"
+        summary = f"Best {'none' if best is None else f'{best:.6g}'}, {self._watched.direction}."
+        if best is not None and reference is not None and (gain := self._watched.improvement(best, reference)) > 0:
+            improved = f"has improved by {self._small_gain(gain, reference)}, in {during}. {summary}"
+            if self.threshold_mode == "relative" or gain <= _CLEAR_CHANGE * abs(reference):
+                return improved
+            # The metric clearly improves, but is too small for the threshold.
+            instead = 'pass early_stopping_threshold=0, or threshold_mode="relative"'
+            return f"{improved} To train on while it improves, {instead}."
+        on = f" on the baseline {reference:.6g}" if reference is not None and self._is_baseline() else ""
+        return f"has not improved{on} for {during}. {summary}"
+
+    def _is_baseline(self) -> bool:
+        """Whether the value to improve on is still the baseline."""
+        return self._reference == self.baseline and self._reference != self.best_metric
+
+    def _small_gain(self, gain: float, reference: float) -> str:
+        """Describe an improvement that is too small, and the threshold."""
+        threshold, is_relative = self.early_stopping_threshold, self.threshold_mode == "relative"
+        change = f"{100 * gain / abs(reference or 1):.2g} %"
+        below = "less" if gain < threshold * (abs(reference) if is_relative else 1.0) else "not more"
+        if is_relative:
+            return f"{change}, {below} than {100 * threshold:.6g} % (early_stopping_threshold)"
+        share = f" ({change})" if reference else ""
+        return f"{gain:.3g}{share}, {below} than {threshold:.6g} (early_stopping_threshold)"
 
     def _print_message(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._message:
@@ -177,64 +214,6 @@ class EarlyStoppingCallback(MetricWatcher):
             self._stops_at_once = True
         elif self.early_stopping_patience_counter >= self.early_stopping_patience:
             self.early_stopping_patience_counter = 0
-
-
-class _Comparison(NamedTuple):
-    """What ``EarlyStoppingCallback`` says of a value beside the value that it should have improved on.
-
-    Args:
-        value: the value; ``None`` if there is none yet
-        reference: the value to improve on, if there is one
-        gain: by how much the value is better
-        is_baseline: whether the value to improve on is the baseline
-        threshold: the gain that is asked for, in units of the metric, or as a fraction of the value to improve on
-        is_relative: whether it is a fraction
-        direction: which values are better, in words
-    """
-
-    value: float | None
-    reference: float | None
-    gain: float
-    is_baseline: bool
-    threshold: float
-    is_relative: bool
-    direction: str
-
-    def in_words(self) -> str:
-        """Describe how the value compares."""
-        if self.reference is None:
-            return "is not finite"
-        compared = f"{'the baseline ' if self.is_baseline else ''}{self.reference:.6g}"
-        if self.gain > 0:
-            return f"is better than {compared} by {self._gain_in_words(self.reference)}"
-        return f"is no better than {compared} ({self.direction})"
-
-    def as_reason(self, during: str) -> str:
-        """Describe why the run stops; the value is the best one.
-
-        Args:
-            during: the patience, in words
-        """
-        during, reference = f"{during} (early_stopping_patience)", self.reference
-        if reference is not None and self.gain > 0:
-            reason = f"has improved by {self._gain_in_words(reference)}, in {during}"
-        else:
-            on = f" on the baseline {reference:.6g}" if reference is not None and self.is_baseline else ""
-            reason = f"has not improved{on} for {during}"
-        best = "none" if self.value is None else f"{self.value:.6g}"
-        # The metric clearly improves, but is too small for the threshold.
-        is_small = reference is not None and not self.is_relative and self.gain > _CLEAR_CHANGE * abs(reference)
-        advice = ' To train on while it improves, pass early_stopping_threshold=0, or threshold_mode="relative".'
-        return f"{reason}. Best {best}, {self.direction}.{advice if is_small else ''}"
-
-    def _gain_in_words(self, reference: float) -> str:
-        """Describe an improvement that is too small, and the threshold."""
-        change = f"{100 * self.gain / abs(reference or 1):.2g} %"
-        below = "less" if self.gain < self.threshold * (abs(reference) if self.is_relative else 1.0) else "not more"
-        if self.is_relative:
-            return f"{change}, {below} than {100 * self.threshold:.6g} % (early_stopping_threshold)"
-        share = f" ({change})" if reference else ""
-        return f"{self.gain:.3g}{share}, {below} than {self.threshold:.6g} (early_stopping_threshold)"
 
 
 class TimeLimitCallback(TrainerCallback):

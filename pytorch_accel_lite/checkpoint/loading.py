@@ -29,6 +29,7 @@ from pytorch_accel_lite.checkpoint.states.state_contents import restore_after_st
 from pytorch_accel_lite.checkpoint.states.state_files import read_learned
 from pytorch_accel_lite.checkpoint.stores_by_url import read_state, store_of
 from pytorch_accel_lite.distributed.lost_processes import naming_call
+from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.run.latest_records import LoadedWeights
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers, set_optimizer_modes
@@ -56,7 +57,7 @@ def load_checkpoint(
                     f"The checkpoint {source!r} holds an optimizer's state, but the trainer has "
                     "no optimizer. Pass load_optimizer=False, or give the trainer an optimizer."
                 )
-            load_optimizer_state(trainer.optimizer, checkpoint["optimizer_state_dict"])
+            _load_optimizer(trainer.optimizer, checkpoint["optimizer_state_dict"], source)
         if load_scheduler and trainer.scheduler is not None and "scheduler_state_dict" in checkpoint:
             trainer.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
         load_loss_state(trainer, checkpoint.get("loss_func_state_dict", {}), source)
@@ -71,6 +72,17 @@ def load_checkpoint(
     )
     trainer.current_run.latest.evaluation = None
     return checkpoint
+
+
+def _load_optimizer(optimizer: TrainerOptimizer, state: StateDict, source: str) -> None:
+    try:
+        load_optimizer_state(optimizer, state)
+    except (ValueError, KeyError) as error:
+        kind = type(getattr(optimizer, "optimizer", optimizer)).__name__  # without Accelerate's wrapper
+        raise ValueError(
+            f"The optimizer in {source!r} does not fit the trainer's {kind}: {error}. Create it as it was when the "
+            "checkpoint was saved, or pass load_optimizer=False."
+        ) from error
 
 
 def _say_what_was_loaded(trainer: TrainerLike, source: str, options: Mapping[str, str], wants_scheduler: bool) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from pytorch_accel_lite.base.arguments.argument_checks import check_dict
 from pytorch_accel_lite.base.arguments.paths import (
     PathOrFile,
     StrPath,
@@ -53,6 +54,9 @@ from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import weights_are_finite
 
+#: The ends of the names of files with weights, in other programs.
+_SUFFIXES_OF_FILES = (".pt", ".pth", ".bin", ".ckpt", ".onnx")
+
 
 def _warn_of_weights(trainer: TrainerLike, method: str) -> None:
     """Warn on the first process if the weights to save are not finite. Call it on every process."""
@@ -88,7 +92,7 @@ def save_checkpoint(
         target = file_path("save_path", save_path, "a checkpoint")
     else:
         save_per_node = False
-    kwargs = dict(checkpoint_kwargs or {})
+    kwargs = check_dict("checkpoint_kwargs", checkpoint_kwargs)
     trainer.ranks.repeatable(
         lambda: _attempt_to_save_checkpoint(
             trainer, target, kwargs, save_optimizer, save_scheduler, save_per_node, trainable_only
@@ -151,6 +155,8 @@ def save_model(
 ) -> None:
     """Carry out ``Trainer.save_model()``."""
     is_directory = isinstance(path, (str, os.PathLike)) and not os.fspath(path).endswith(".safetensors")
+    if is_directory and trainer.accelerator.is_main_process:
+        _warn_of_name_of_file(name_of(path))
     if card_data is not None:
         _check_card_data(card_data, None if is_directory else name_of(path))
 
@@ -162,6 +168,15 @@ def save_model(
     trainer.ranks.repeatable(
         lambda: _attempt_to_save_model(trainer, path, trainable_only, write_beside if is_directory else None)
     )
+
+
+def _warn_of_name_of_file(path: str) -> None:
+    """Warn of a directory of weights whose name looks like that of a file."""
+    if path.endswith(_SUFFIXES_OF_FILES) and not os.path.isdir(path):
+        warn_outside(
+            f"path={path!r}: save_model() creates a folder with this name. For a single file, pass a path that ends in "
+            ".safetensors, or call save_checkpoint()."
+        )
 
 
 def _check_card_data(card_data: Mapping[str, object], file: str | None) -> None:
@@ -289,7 +304,7 @@ def save_training_state(
     with _timed(trainer):
         if writer is not None:
             writer.wait()  # the new copy reuses the writer's memory
-        kwargs = dict(checkpoint_kwargs or {})
+        kwargs = check_dict("checkpoint_kwargs", checkpoint_kwargs)
 
         def write(ranks: Ranks, captured: CapturedState) -> None:
             write_state(location, ranks, captured)

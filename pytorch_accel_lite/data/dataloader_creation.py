@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
@@ -90,6 +91,8 @@ def _is_in_memory(dataset: Source) -> bool:
 def _merged(dataset: Source, defaults: LoaderKwargs, arguments: LoaderKwargs | None) -> LoaderKwargs:
     """Return the user's arguments, with all defaults that are compatible with them."""
     arguments = dict(arguments or {})
+    if isinstance(arguments.get("batch_size"), np.integer):
+        arguments["batch_size"] = int(arguments["batch_size"])
     if isinstance(dataset, NamedDatasets) and "shuffle" in arguments:
         arguments["sampler"] = dataset.create_sampler(arguments.pop("shuffle"))
     elif isinstance(dataset, TrainingOrder) and defaults.get("shuffle") and not arguments.keys() & _ORDER_ARGUMENTS:

@@ -112,6 +112,6 @@ def sizes_of(datasets: Mapping[str, IndexedData], advice: str) -> dict[str, int]
 def check_are_named(datasets: Mapping[str, IndexedData]) -> None:
     """Check that there are datasets, by name."""
     if not isinstance(datasets, Mapping):
-        raise TypeError(f"Datasets must be in a dict by name, not a {type(datasets).__name__}.")
+        raise TypeError(f"Datasets must be in a dict by name, not {type(datasets).__name__}.")
     if not datasets:
         raise ValueError("A dict of datasets must have at least one.")

@@ -1,4 +1,4 @@
-"""The shares of a step: their bounds, and which of them a process reads."""
+"""The shares of a step, without padding or repeated samples: their bounds, and which of them a process reads."""
 
 from __future__ import annotations
 

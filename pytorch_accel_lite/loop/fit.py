@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
+from pytorch_accel_lite.base.arguments.argument_checks import refuse_class
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.random_generators.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.random_generators.seeding import seed_run
@@ -82,6 +83,7 @@ def configure(trainer: TrainerLike, run: Run) -> None:
     if request.locked_paths:
         _lock_paths(run)
     check_training(trainer.optimizer, trainer.accelerator, request)  # again, as callbacks may have changed it
+    refuse_class("loss_func", trainer.loss_func)
     _check_metrics(trainer, run)
 
 

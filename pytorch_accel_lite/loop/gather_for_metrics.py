@@ -1,4 +1,7 @@
-"""Accelerate's ``gather_for_metrics`` within a run, where batches may differ in length or be lacking."""
+"""Users' calls of Accelerate's ``gather_for_metrics`` in a run, where batches may differ in length or be lacking.
+
+``trainer.gather()`` is in ``trainer_methods/gather_and_broadcast.py``; predictions are gathered in ``prediction.py``.
+"""
 
 from __future__ import annotations
 

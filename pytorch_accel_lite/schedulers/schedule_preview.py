@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,16 @@ from pytorch_accel_lite.optimizers.optimizer_types import CreateScheduler
 from pytorch_accel_lite.schedulers.placeholders import replace_trainer_placeholder_values
 from pytorch_accel_lite.schedulers.schedule_arguments import ScheduleName, resolve_names
 from pytorch_accel_lite.schedulers.scheduler_base import SchedulerBase
+
+
+def _groups_of(lr: Any) -> Iterable[Any]:
+    """Return the learning rate, or the options, of each parameter group."""
+    rate: Any = lr.item() if getattr(lr, "ndim", 1) == 0 else lr  # of numpy or torch
+    if isinstance(rate, (int, float)):
+        return [rate]
+    if isinstance(rate, str) or not isinstance(rate, Iterable):
+        raise TypeError(f"lr={lr!r} must be a number, or a list with one for each parameter group.")
+    return rate
 
 
 def schedule_values(
@@ -36,10 +46,7 @@ def schedule_values(
     """
     check_positive_int("num_updates", num_updates)
     check_positive_int("num_epochs", num_epochs)
-    groups = [
-        group if isinstance(group, Mapping) else {"lr": group}
-        for group in ([lr] if isinstance(lr, (int, float)) else lr)
-    ]
+    groups = [group if isinstance(group, Mapping) else {"lr": group} for group in _groups_of(lr)]
     create = resolve_names(create_scheduler_fn, warmup_steps)
     optimizer = torch.optim.SGD([{**group, "params": [torch.nn.Parameter(torch.zeros(1))]} for group in groups], lr=0)
     per_epoch = math.ceil(num_updates / num_epochs)

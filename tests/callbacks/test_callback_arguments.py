@@ -15,6 +15,12 @@ from tests.small_models import make_trainer, train
     [
         (lambda: EarlyStoppingCallback(0), ValueError, "early_stopping_patience=0 must be at least 1"),
         (lambda: EarlyStoppingCallback(early_stopping_threshold=-1), ValueError, "early_stopping_threshold=-1 must be"),
+        (
+            lambda: EarlyStoppingCallback(early_stopping_threshold="1 %"),
+            TypeError,
+            "early_stopping_threshold='1 %' must be a number",
+        ),
+        (lambda: EarlyStoppingCallback(baseline=[0.5]), TypeError, r"baseline=\[0\.5\] must be a number"),
         (lambda: EarlyStoppingCallback(watch_metric=None), TypeError, r"\(watch_metric=None\) must be the name of a"),
         (lambda: SaveBestModelCallback("best.pt", ""), TypeError, r"\(watch_metric=''\) must be the name of a metric"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import stat
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +233,8 @@ def test_the_ancestor_loads_our_file_with_its_optimizer(exchange):
     assert equal_weights(ours["model_state_dict"], back["model_state_dict"])
     assert same_bits(ours["optimizer_state_dict"], back["optimizer_state_dict"])
     assert back["scheduler_state_dict"]["_step_count"] == ours["scheduler_state_dict"]["_step_count"]
+
+
+def test_entries_of_a_checkpoint_are_a_dict(tmp_path):
+    with pytest.raises(TypeError, match=r"^checkpoint_kwargs=Namespace.*Pass vars\(checkpoint_kwargs\)"):
+        make_trainer().save_checkpoint(tmp_path / "model.pt", Namespace(lr=1))

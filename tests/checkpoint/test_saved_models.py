@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ from pytorch_accel_lite.extending import COMPANION_WRITERS, MODEL_FORMS, ModelFo
 from tests.launching import CAN_SHARD
 from tests.saved_models import saved_sharded, trained
 from tests.sharded import create_model
-from tests.small_models import adamw_trainer, equal_weights, float64_model
+from tests.small_models import adamw_trainer, equal_weights, float64_model, make_trainer
 
 
 def test_frozen_weights_may_be_left_out_of_a_directory(tmp_path):
@@ -148,3 +149,13 @@ def test_without_their_form_adapters_are_an_error_that_names_it(tmp_path, monkey
     (tmp_path / "adapter_model.safetensors").touch()
     with pytest.raises(ValueError, match=r"adapter_model.safetensors' belongs to the extension 'pretrained', which is"):
         adamw_trainer(float64_model()).load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.onnx"])
+def test_a_folder_named_like_a_file_is_warned_of(tmp_path, name):
+    with pytest.warns(UserWarning, match=rf"{name}': save_model\(\) creates a folder.* or call save_checkpoint\(\)"):
+        make_trainer().save_model(tmp_path / name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_trainer().save_model(tmp_path / name)
+        make_trainer().save_model(tmp_path / "version-1.2")

@@ -63,7 +63,11 @@ THEN = {
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("then", THEN)
-@pytest.mark.parametrize("data", [DATA, Rows(DATA), Stream()], ids=lambda data: type(data).__name__)
+@pytest.mark.parametrize(
+    "data",
+    [DATA, Rows(DATA), pytest.param(Stream(), marks=pytest.mark.extension("streams"))],
+    ids=lambda data: type(data).__name__,
+)
 def test_a_state_saved_after_a_stop_resumes_within_the_epoch(data, then, tmp_path, capsys):
     whole = trained(data)
     stopped = trained(data, StopAt(6))

@@ -59,11 +59,21 @@ def test_a_refused_state_of_another_optimizer_changes_nothing(tmp_path):
     trainer = make_trainer(model=model, optimizer=torch.optim.Adam(model.parameters(), 0.01), seed=0)
     trainer.train(make_data(), 1, per_device_batch_size=4)
     before = copy.deepcopy(trainer.optimizer.state_dict())
-    with pytest.raises(ValueError, match="of another class of optimizers, without betas, eps"):
+    with pytest.raises(
+        ValueError, match=r"sgd.pt' does not fit the trainer's Adam: it is of another class .*load_optimizer=False"
+    ):
         trainer.load_checkpoint(tmp_path / "sgd.pt")
     assert same_bits(trainer.optimizer.state_dict(), before)
     trainer.load_checkpoint(tmp_path / "sgd.pt", load_optimizer=False)
     trainer.train(make_data(), 1, per_device_batch_size=4)
+
+
+def test_an_optimizer_with_other_groups_is_named(tmp_path):
+    train(make_trainer()).save_checkpoint(tmp_path / "sgd.pt")
+    model = make_model(0)
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    trainer = make_trainer(model=model, optimizer=torch.optim.SGD(groups, lr=0.1))
+    refuse_file(tmp_path / "sgd.pt", ValueError, r"does not fit the trainer's SGD: .*groups.*load_optimizer", trainer)
 
 
 def test_a_prefix_hides_no_other_mismatch_of_a_file(tmp_path):

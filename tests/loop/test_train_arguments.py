@@ -63,6 +63,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "train_dataset is empty": ({"train_dataset": []}, ValueError, "train_dataset is empty: list has length 0"),
     "eval_dataset is empty": ({"eval_dataset": make_data(0)}, ValueError, "eval_dataset is empty: TensorDataset"),
     "train_dataset is a number": ({"train_dataset": 5}, TypeError, "train_dataset=5 is not a dataset"),
+    "train_dataset is a tensor of one number": ({"train_dataset": torch.tensor(5)}, TypeError, "is not a dataset"),
     "eval_dataset is a number": ({"eval_dataset": 5}, TypeError, "eval_dataset=5 is not a dataset"),
     "train_dataset is a generator": (
         {"train_dataset": (i for i in range(3))},
@@ -378,3 +379,14 @@ def test_numpy_integers_are_accepted():
     trainer.train(make_data(), np.int64(1), make_data(), np.int64(2), gradient_accumulation_steps=np.int64(2))
     assert trainer.progress.update == 2
     assert "evaluation_loss" in trainer.evaluate(make_data(), np.int64(2))
+    trainer.train(make_data(), 1, train_dataloader_kwargs={"batch_size": np.int64(4)})
+
+
+def test_a_class_assigned_to_a_trainer_is_refused():
+    trainer = make_trainer()
+    trainer.loss_func = torch.nn.MSELoss
+    with pytest.raises(TypeError, match=r"loss_func=.* must be an instance, not a class: MSELoss\(...\)"):
+        train(trainer)
+    trainer.loss_func, trainer.optimizer = torch.nn.MSELoss(), torch.optim.SGD
+    with pytest.raises(TypeError, match=r"optimizer=.* must be an instance, not a class: SGD\(...\)"):
+        train(trainer)

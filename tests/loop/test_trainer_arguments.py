@@ -83,6 +83,11 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"compile_step='inductor' must be True, False, or a dict.*torch\.compile",
     ),
+    "compile_model has a typo": (
+        {"compile_model": {"mod": "max-autotune"}},
+        TypeError,
+        r"compile_model has the key 'mod', which is not an argument of torch.compile. Did you mean 'mode'",
+    ),
     "channels_last=2": ({"channels_last": 2}, TypeError, "channels_last=2 must be True or False"),
     "check_replicas is a word": ({"check_replicas": "no"}, TypeError, "check_replicas='no' must be True or False, not"),
     "deterministic is a word": (

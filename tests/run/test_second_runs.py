@@ -171,8 +171,7 @@ def test_an_optimizer_without_a_hash_has_schedules_too():
 
 
 @pytest.mark.parametrize("load", ["load_checkpoint", "load_training_state"])
-def test_a_rate_set_by_hand_after_loading_is_used(tmp_path, load, capsys):
-    """The message about the loaded rates says so."""
+def test_a_rate_set_by_hand_after_loading_is_used(tmp_path, load):
     trainer, _ = noting()
     train(trainer, epochs=2, create_scheduler_fn=COSINE)
     place = tmp_path / "saved"
@@ -180,11 +179,21 @@ def test_a_rate_set_by_hand_after_loading_is_used(tmp_path, load, capsys):
     for rate in (0.03, None):
         again, seen = noting(lr=0.2)
         getattr(again, load)(place)
-        assert "set them again" in capsys.readouterr().out
         if rate is not None:
             again.optimizer.param_groups[0]["lr"] = rate
         train(again, epochs=1, create_scheduler_fn=COSINE)
         assert seen.rates[0] == (rate or 0.1)
+
+
+@pytest.mark.extension("recorded_settings")
+@pytest.mark.parametrize("load", ["load_checkpoint", "load_training_state"])
+def test_loading_other_rates_says_to_set_them_again(tmp_path, load, capsys):
+    trainer, _ = noting()
+    train(trainer, epochs=2, create_scheduler_fn=COSINE)
+    place = tmp_path / "saved"
+    trainer.save_checkpoint(place) if load == "load_checkpoint" else trainer.save_training_state(place)
+    getattr(noting(lr=0.2)[0], load)(place)
+    assert "set them again" in capsys.readouterr().out
 
 
 def test_a_finished_runs_checkpoint_restarts_at_the_first_rate(tmp_path):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
+from torch import nn
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def check_number(name: str, value: object, kind: type = numbers.Real, called: str = "a number") -> Any:
@@ -67,6 +70,40 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     if value not in choices:
         raise ValueError(f"{name}={value!r} must be {' or '.join(map(repr, choices))}.")
     return str(value)
+
+
+def check_names(name: str, value: object) -> list[str]:
+    """Return ``value`` as a list if it holds names, otherwise raise an error that names the argument."""
+    if isinstance(value, str):
+        raise TypeError(f"{name}={value!r} must be a list of names. Write: {name}=[{value!r}].")
+    names = list(value) if isinstance(value, Iterable) and getattr(value, "ndim", None) != 0 else None
+    if names is None or not all(isinstance(each, str) for each in names):
+        raise TypeError(f"{name}={value!r} must be a list of names.")
+    return names
+
+
+def check_dict(name: str, value: Any) -> dict[str, Any]:
+    """Return a copy of a dict, empty for ``None``, or raise an error that names the argument."""
+    try:
+        return dict(value or {})
+    except (TypeError, ValueError):
+        hint = f" Pass vars({name})." if isinstance(value, Namespace) else ""
+        raise TypeError(f"{name}={value!r} must be a dict, not {type(value).__name__}.{hint}") from None
+
+
+def check_module(name: str, value: object) -> nn.Module:
+    """Return ``value`` if it is a module, otherwise, as for its parameters, raise an error that names the argument."""
+    refuse_class(name, value)
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{name}={value!r} must be a torch.nn.Module, not {type(value).__name__}.")
+    return value
+
+
+def check_function(name: str, value: F) -> F:
+    """Return ``value`` if it can be called, otherwise raise an error that names the argument."""
+    if not callable(value):
+        raise TypeError(f"{name}={value!r} must be a function, not {type(value).__name__}.")
+    return value
 
 
 def check_bool(name: str, value: T, may_be_none: bool = False) -> T:

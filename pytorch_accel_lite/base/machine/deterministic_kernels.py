@@ -24,7 +24,7 @@ def deterministic_kernels(wanted: bool | None) -> Iterator[None]:
             before = torch.are_deterministic_algorithms_enabled()
             warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
             undo.callback(torch.use_deterministic_algorithms, before, warn_only=warns_only)
-            torch.use_deterministic_algorithms(wanted, warn_only=before and warns_only)
+            torch.use_deterministic_algorithms(bool(wanted), warn_only=before and warns_only)
         if wanted:
             undo.callback(setattr, _CUDNN, "benchmark", _CUDNN.benchmark)
             _CUDNN.benchmark = False

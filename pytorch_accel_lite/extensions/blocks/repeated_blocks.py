@@ -99,7 +99,7 @@ def _matching(argument: str, chosen: ChosenModules, model: nn.Module) -> dict[st
         if not found:
             raise ValueError(f"{argument}={chosen!r} chooses no module of {type(model).__name__}.")
         return found
-    if not isinstance(chosen, (str, type, Iterable)):
+    if not isinstance(chosen, (str, type, Iterable)) or not getattr(chosen, "ndim", 1):
         raise TypeError(
             f"{argument}={chosen!r} must be True, False, a fraction of the repeated blocks, names or classes of "
             "modules, or a function of a module's name and the module."
@@ -112,9 +112,11 @@ def _matching(argument: str, chosen: ChosenModules, model: nn.Module) -> dict[st
             hint = did_you_mean(choice, names) if isinstance(choice, str) else ""
             raise ValueError(
                 f"{argument} has {choice!r}, which is neither a module of {type(model).__name__} nor the class of one."
-                f"{hint or f' It has {listed(list(parts), 10)}.'}"
+                f"{hint or (f' It has {listed(list(parts), 10)}.' if parts else ' It has no modules in it.')}"
             )
         found |= matching
+    if not found:
+        raise ValueError(f"{argument}={chosen!r} chooses no module of {type(model).__name__}.")
     return {name: module for name, module in parts.items() if name in found}
 
 

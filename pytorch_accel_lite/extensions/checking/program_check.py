@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -245,9 +245,11 @@ def check(
 
 
 def _choose(only: Sequence[str] | None, skip: Sequence[str], extra: Sequence[Check]) -> dict[str, Check]:
+    if not isinstance(extra, Collection) or not all(map(callable, extra)):
+        raise TypeError(f"extra={extra!r} must be a list of checks: functions that are passed a Probe.")
     checks = {one.__name__.removeprefix("check_"): one for one in (*CHECKS, *extra)}
     for argument, names in (("only", only or ()), ("skip", skip)):
-        if isinstance(names, str) or not checks.keys() >= set(names):
+        if isinstance(names, str) or not isinstance(names, Collection) or not checks.keys() >= set(names):
             raise ValueError(f"{argument}={names!r}: there are the checks {', '.join(checks)}. Pass a list of these.")
     return {name: one for name, one in checks.items() if (only is None or name in only) and name not in skip}
 

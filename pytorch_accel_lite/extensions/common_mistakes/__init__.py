@@ -1,10 +1,11 @@
-"""Warnings about mistakes in programs that run: names of events, what is trained, at which rate, with which loss.
+"""Warnings about mistakes in programs that run: names of events, what is trained, how, and what has no effect.
 
 Nothing changes how a run trains.
 """
 
 from pytorch_accel_lite.extending import RUN_CHECKS
 from pytorch_accel_lite.extensions.common_mistakes.first_batch import warn_of_loss
+from pytorch_accel_lite.extensions.common_mistakes.ineffective_assignments import warn_of_assignments
 from pytorch_accel_lite.extensions.common_mistakes.ineffective_rates import check_rates
 from pytorch_accel_lite.extensions.common_mistakes.unknown_events import warn_of_unknown_events
 from pytorch_accel_lite.extensions.common_mistakes.untrained_parameters import warn_of_untrained_parameters
@@ -12,4 +13,5 @@ from pytorch_accel_lite.extensions.common_mistakes.untrained_parameters import w
 RUN_CHECKS.of_user_code.append(warn_of_unknown_events)
 RUN_CHECKS.of_optimizer.append(warn_of_untrained_parameters)
 RUN_CHECKS.of_schedule.append(check_rates)
+RUN_CHECKS.before_training.append(warn_of_assignments)
 RUN_CHECKS.of_first_batch.append(warn_of_loss)

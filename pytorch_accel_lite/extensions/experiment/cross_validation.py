@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import os
 import re
 import shutil
 import statistics
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from accelerate.utils import set_seed
 from torch.utils.data import Subset
 
 from pytorch_accel_lite.checkpoint import folder_path
+from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
 from pytorch_accel_lite.extensions.experiment.results import (
     Results,
     as_number,
@@ -180,6 +182,9 @@ def cross_validate(
             returns the same trainer or model again; if the cross-validation in ``save_dir`` had other arguments
     """
     folder = folder_path("save_dir", save_dir)
+    _check_arguments(make_trainer, dataset, splitter)
+    for name in {"train_dataset", "eval_dataset"} & train_arguments.keys():
+        raise TypeError(f"cross_validate() sets {name} itself, for each fold. Leave it out.")
     named = as_one_line(splitter) if hasattr(splitter, "split") else "the given indices"
     if seed is not None:
         set_seed(seed)
@@ -206,6 +211,33 @@ def cross_validate(
                 metrics = _run(trainer, fold_folder, train_set, test_set, resume, predictions, train_arguments)
         folds.append(Fold(fold_folder.name, train, test, metrics, fold_folder))
     return CrossValidation(named, len(dataset), folds)
+
+
+def _check_arguments(make_trainer: object, dataset: object, splitter: object) -> None:
+    """Check arguments before the results of an earlier cross-validation are removed."""
+    if isinstance(make_trainer, Trainer) or not callable(make_trainer):
+        raise TypeError(
+            f"make_trainer={short_repr(make_trainer)} must be a function that returns a new trainer for each fold."
+        )
+    try:
+        inspect.signature(make_trainer).bind(Path())
+    except TypeError as error:
+        raise TypeError(
+            f"make_trainer={short_repr(make_trainer)} must take one argument, the folder of the fold: {error}. "
+            "Write: def make_trainer(folder): ..."
+        ) from None
+    except ValueError:  # a function without a signature
+        pass
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise TypeError(f"dataset={short_repr(dataset)} must be a dataset with a length and indices, not a loader.")
+    is_splitter = not isinstance(splitter, (str, type)) and (
+        hasattr(splitter, "split") or isinstance(splitter, Iterable)
+    )
+    if not is_splitter:
+        raise TypeError(
+            f"splitter={splitter!r} must be a splitter of scikit-learn, such as KFold(5), or pairs of training and "
+            "test indices."
+        )
 
 
 # ------------------------------------------------------------------------------------------------------ the split

@@ -176,6 +176,8 @@ def compare_runs(
         ValueError: if there are no runs, or a file cannot be read; if ``sort_by`` is not a metric, or it is unknown
             which of its values are better; if no run has a metric in ``directions``
     """
+    if not isinstance(paths, (str, os.PathLike, Iterable)):
+        raise TypeError(f"paths={paths!r} must be folders of runs, not {type(paths).__name__}.")
     runs, left_out = find_runs([paths] if isinstance(paths, (str, os.PathLike)) else paths)
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
     for name in directions or {}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -299,6 +300,14 @@ def _settings_of(part: str, make: Any, seed: int, folder: Path) -> dict[str, Any
         raise ValueError(
             f"{part}={make!r} must be the path of an experiment file, or a function that returns a trainer."
         )
+    try:
+        inspect.signature(make).bind(seed, folder)
+    except TypeError as error:
+        raise TypeError(
+            f"{part}={make!r} must take two arguments: {error}. Write: def {part}(seed, folder): ..."
+        ) from None
+    except ValueError:  # a function without a signature
+        pass
     return {"function": make}
 
 

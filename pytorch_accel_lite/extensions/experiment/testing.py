@@ -77,6 +77,9 @@ def run_tests(
         FileNotFoundError: if there is no such checkpoint
         ValueError: if the trainer does not have an attribute of a setting
     """
+    if isinstance(checkpoints, (str, os.PathLike)):
+        name = os.fspath(checkpoints)
+        raise TypeError(f"checkpoints={name!r} must be a list. Write: checkpoints=[{name!r}].")
     by_name = datasets if isinstance(datasets, Mapping) else {"test": datasets}
     settings = inference or {"default": {}}
     for setting, attributes in settings.items():

@@ -50,7 +50,8 @@ class SkipFailedBatchesCallback(TrainerCallback):
 
     def __init__(self, max_failures: int = 10, *, phases: Collection[str] = ("training",)) -> None:
         self.max_failures = check_positive_int("max_failures", max_failures)
-        if isinstance(phases, str) or not phases or not set(phases) <= set(_PHASES):
+        are_names = isinstance(phases, Collection) and not isinstance(phases, str)
+        if not are_names or not phases or not set(phases) <= set(_PHASES):
             raise ValueError(
                 f"phases={phases!r} must be a tuple of one or more of 'training', 'evaluation' and 'prediction'."
             )

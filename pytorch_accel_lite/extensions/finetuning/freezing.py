@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_module
 from pytorch_accel_lite.extension_tools.modules_and_devices import keep_in_eval, release_from_eval, unwrap
 from pytorch_accel_lite.extensions.finetuning.layer_groups import Group, ModuleGroup, find_groups, has_adapters
 
@@ -60,9 +61,7 @@ class ModelFreezer:
     def __init__(
         self, model: nn.Module, freeze_batch_norms: bool = False, *, groups: Sequence[ModuleGroup] | None = None
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model={model!r} must be a torch.nn.Module, not {type(model).__name__}.")
-        self.model = unwrap(model, keep_torch_compile=False)
+        self.model = unwrap(check_module("model", model), keep_torch_compile=False)
         if has_adapters(self.model):
             raise ValueError(
                 "ModelFreezer and GradualUnfreezingCallback would unfreeze the base weights of "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from pytorch_accel_lite.extension_tools.arguments_and_errors import check_range
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_module, check_range
 from pytorch_accel_lite.extension_tools.modules_and_devices import unwrap
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import ParamGroup
 from pytorch_accel_lite.extensions.finetuning.layer_groups import ModuleGroup, find_groups, has_adapters
@@ -18,7 +18,7 @@ def parameters_by_group(model: nn.Module, groups: Sequence[ModuleGroup] | None =
     Args:
         groups: the groups, as in ``ModelFreezer``
     """
-    model = unwrap(model, keep_torch_compile=False)
+    model = unwrap(check_module("model", model), keep_torch_compile=False)
     grouped = [group.parameters for group in find_groups(model, groups) if group.parameters]
     return grouped or [list(model.parameters())]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,8 @@ def _with_parameters(model: nn.Module, modules_by_group: list[list[nn.Module]]) 
 
 
 def _check_groups(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[list[nn.Module]]:
+    if not isinstance(groups, Iterable):
+        raise TypeError(f"groups={groups!r} must be a list of modules, from the input to the head.")
     parts = set(model.modules())
     modules_by_group = [_modules_of(group, parts) for group in groups]
     if not any(modules_by_group):

@@ -11,7 +11,7 @@ from accelerate.utils import convert_file_size_to_int
 
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData
 from pytorch_accel_lite.extending import RunRequest, Snapshot, TrainerLike
-from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, is_overridden
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, check_range, is_overridden
 from pytorch_accel_lite.extension_tools.data_and_batches import DEFAULT_BATCH_SIZE, infer_batch_size
 from pytorch_accel_lite.extension_tools.modules_and_devices import capacity_of, is_quantised_by
 from pytorch_accel_lite.extension_tools.texts_and_pages import Report
@@ -96,7 +96,7 @@ def estimate_memory(
     *,
     sharded: bool | None = None,
     device_type: str | None = None,
-    device_memory: int | str | None = None,
+    device_memory: int | float | str | None = None,
 ) -> MemoryEstimate:
     """Estimate how much memory training takes on each device, for any number of processes, without these devices.
 
@@ -139,14 +139,14 @@ def estimate_memory(
     trial = Trial(self, "estimate_memory", train_dataset, size, request, kwargs, collate_fn, supports=any_step)
     memory = capacity_of(self.device)
     if device_memory is not None:
-        memory = check_positive_int("device_memory", convert_file_size_to_int(device_memory))
+        memory = _bytes_of(device_memory)
     windows = gradient_accumulation_steps
     # More than two steps of accumulation have the same peak as two.
     request.gradient_accumulation_steps = min(max(windows.values()) if isinstance(windows, Mapping) else windows, 2)
     how = _sharding(self, world_size, sharded)
     with Snapshot() as before:
         before.keep_generators()
-        batch = trial.read_batch(size)
+        batch = trial.read_batch(int(size))
         size = infer_batch_size(batch.data, batch.num_samples)
         kind = device_type or self.device.type.replace("cpu", "cuda")
         scenario = Scenario(world_size, how, kind)
@@ -156,6 +156,20 @@ def estimate_memory(
         if found.fits is False and self.activation_checkpointing is False:
             found.remedy = _try_checkpointing(trial, batch, scenario, live.peak)
     return found
+
+
+def _bytes_of(device_memory: int | float | str) -> int:
+    """Return the memory of a device in bytes."""
+    if isinstance(device_memory, float):
+        return int(check_range("device_memory", device_memory, above=0))
+    if not isinstance(device_memory, str):
+        return check_positive_int("device_memory", device_memory)
+    try:
+        return check_positive_int("device_memory", convert_file_size_to_int(device_memory))
+    except ValueError:
+        raise ValueError(
+            f"device_memory={device_memory!r} must be a number of bytes, or a number with a unit, such as '80GB'."
+        ) from None
 
 
 def _try_checkpointing(trial: Trial, batch: Batch, scenario: Scenario, peak: int) -> str:

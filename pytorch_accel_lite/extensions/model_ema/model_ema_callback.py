@@ -16,6 +16,7 @@ from pytorch_accel_lite.checkpoint import file_path, model_state, write_checkpoi
 from pytorch_accel_lite.extending import CallbackHandler, RunRequest, TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import (
     check_choice,
+    check_function,
     check_range,
     checked_calls,
     warn_outside,
@@ -73,6 +74,8 @@ class ModelEmaCallback(MetricWatcher):
         prefix: str = "ema_model_",
     ) -> None:
         check_choice("update_every", update_every, ("update", "epoch"))
+        if not isinstance(prefix, str):
+            raise TypeError(f"prefix={prefix!r} must be text, not {type(prefix).__name__}.")
         if not prefix:
             raise ValueError(f"prefix={prefix!r} must not be empty: it distinguishes the averaged model's metrics.")
         watch_metric = f"{prefix}eval_loss_epoch" if watch_metric is None else watch_metric
@@ -80,7 +83,7 @@ class ModelEmaCallback(MetricWatcher):
         self.decay = check_range("decay", decay, most=1)
         self.evaluate_during_training = evaluate_during_training
         self.save_path = None if save_path is None else file_path("save_path", save_path, "a checkpoint")
-        self.model_ema = model_ema
+        self.model_ema = check_function("model_ema", model_ema)
         self.update_every = update_every
         self.warmup = warmup
         self.prefix = prefix

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
+
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_module
+from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
 
 _EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
 # The methods of transformers and timm for the output layer.
@@ -50,7 +53,9 @@ def split_parameters(model: nn.Module, heads: Sequence[nn.Module] | None = None)
     Raises:
         ValueError: if a head is not a module of the model
     """
-    modules = set(model.modules())
+    modules = set(check_module("model", model).modules())
+    if heads is not None and (isinstance(heads, nn.Module) or not isinstance(heads, Collection)):
+        raise TypeError(f"heads={short_repr(heads)} must be a list of modules, such as [model.head], or None.")
     if unknown := [module for module in heads or () if module not in modules]:
         raise ValueError(f"heads has {type(unknown[0]).__name__}, which is not a module of the model.")
     embedded = {id(p) for module in modules if isinstance(module, _EMBEDDINGS) for p in module.parameters()}

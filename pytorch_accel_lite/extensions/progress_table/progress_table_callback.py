@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from pytorch_accel_lite.extending import RunInterruptedError, RunRequest, TrainerLike
-from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_names, check_positive_int, optional
 from pytorch_accel_lite.extension_tools.data_and_batches import find_length
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import (
     LogMetricsCallback,
@@ -74,11 +74,9 @@ class ProgressTableCallback(LogMetricsCallback):
         self, metrics: Sequence[str] | None = None, *, show_always: bool = False, row_every_n_updates: int | None = None
     ) -> None:
         super().__init__()
-        if isinstance(metrics, str):
-            raise TypeError(f"metrics={metrics!r} must be a list of names. Write: metrics=[{metrics!r}].")
         if row_every_n_updates is not None:
             check_positive_int("row_every_n_updates", row_every_n_updates)
-        self.metrics = None if metrics is None else list(metrics)
+        self.metrics = optional(check_names, "metrics", metrics)
         self.show_always = show_always
         self.row_every_n_updates = row_every_n_updates
         self._shows_table = False

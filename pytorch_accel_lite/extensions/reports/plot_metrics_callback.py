@@ -8,7 +8,7 @@ from typing import Any
 
 from pytorch_accel_lite.checkpoint import file_path, replacing
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extension_tools.arguments_and_errors import optional
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_names, optional
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Interval, parse_interval, set_listening
 from pytorch_accel_lite.extension_tools.texts_and_pages import in_notebook
 from pytorch_accel_lite.extensions.plots import NothingToPlotError, new_figure
@@ -24,7 +24,7 @@ class PlotMetricsCallback(TrainerCallback):
 
     Args:
         path: file of the plot, whose suffix (``.png``, ``.svg``, ``.pdf``) sets the format; replaced atomically
-        metrics: names of the metrics to draw; defaults to all numeric metrics
+        metrics: names of the metrics to draw, each once it has a value; defaults to all numeric metrics
         every: an ``Interval`` between plots, such as ``"10 minutes"``, also within epochs
 
     Raises:
@@ -44,13 +44,16 @@ class PlotMetricsCallback(TrainerCallback):
         import_extra("matplotlib.figure", "plot", "PlotMetricsCallback")
         self.path = file_path("path", path)
         _check_format(self.path)
-        self.metrics = metrics
+        self.metrics = optional(check_names, "metrics", metrics)
         self.every = optional(parse_interval, "every", every)
         self._restart()
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
-        """Check that no other callback writes to the same path."""
+        """Check that no other callback writes to the same path, and that there will be something to draw."""
         request.claim_path(self, "path", self.path, "curves")
+        for name in self.metrics or ():
+            if name not in trainer.run_history:  # an earlier run may have recorded it
+                request.metrics.require(f"PlotMetricsCallback(metrics={self.metrics!r})", name)
 
     def _restart(self) -> None:
         self._display: Any = None
@@ -87,9 +90,12 @@ class PlotMetricsCallback(TrainerCallback):
         if not self._is_outdated:
             return
         self._is_outdated = False
+        history, metrics = trainer.run_history, self.metrics
+        if metrics is not None:
+            metrics = [name for name in metrics if name in history]
         with self._budget.measured():
             try:
-                figure = trainer.run_history.plot(metrics=self.metrics)
+                figure = history.plot(metrics=metrics)
             except NothingToPlotError:  # no metrics yet
                 return
             with replacing(self.path) as temporary, temporary.open("wb") as file:

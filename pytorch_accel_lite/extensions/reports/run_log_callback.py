@@ -27,7 +27,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.checkpoint import folder_path, write_text
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_dict, warn_outside
 from pytorch_accel_lite.extension_tools.modules_and_devices import class_of
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
     TrainerOptimizer,
@@ -74,7 +74,7 @@ class RunLogCallback(TrainerCallback):
         name: str | None = None,
     ) -> None:
         self.directory = folder_path("directory", directory)
-        self.config = dict(config or {})
+        self.config = check_dict("config", config)
         folder = self.directory.resolve()
         self.name = name or (folder.parent if folder.name in ("log", "run_log") else folder).name
         self._record: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, TensorBoardTracker
 
 from pytorch_accel_lite.extending import TrainerLike
-from pytorch_accel_lite.extension_tools.arguments_and_errors import did_you_mean, parse_location
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_dict, did_you_mean, parse_location
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Interval, MetricValue, NewMetrics, Picture
 from pytorch_accel_lite.extension_tools.plain_types import StateDict
 from pytorch_accel_lite.extension_tools.texts_and_pages import as_number_or_text
@@ -79,10 +79,12 @@ class TrackerCallback(StepLogger):
         elif not isinstance(tracker, GeneralTracker):
             raise TypeError(f"tracker={tracker!r} must be the name of a tracker, or an accelerate GeneralTracker.")
         self.tracker = tracker
+        if not isinstance(project_name, (str, os.PathLike)):
+            raise TypeError(f"project_name={project_name!r} must be text, not {type(project_name).__name__}.")
         self.project_name = project_name
         self.project_dir = os.fspath(parse_location(project_dir, "project_dir"))
-        self.config = dict(config or {})
-        self.init_kwargs = dict(init_kwargs or {})
+        self.config = check_dict("config", config)
+        self.init_kwargs = check_dict("init_kwargs", init_kwargs)
         self.run_id: str | None = None
         self._active: Any = None
         self._client: Any = None

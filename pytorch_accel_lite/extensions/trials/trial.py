@@ -89,13 +89,13 @@ class Trial:
         self.trainer = trainer
         self._name = name
         self._supports = supports
-        self._batch_size = batch_size
         self._loader_kwargs = loader_kwargs
         self._sets_batch_size = sets_batch_size
         self._check_trainer()
         check_training(trainer.optimizer, trainer.accelerator, request)
         data = _with_batch_size(train_dataset, batch_size) if sets_batch_size else train_dataset
         check_dataset(trainer, "train_dataset", DataArguments(data, batch_size, loader_kwargs, collate_fn))
+        self._batch_size = int(batch_size)  # it may be an integer of numpy
         self._data = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
         self.run = Run.create(trainer, request, data, collate_fn=collate_fn)
         self.run.data.seed = trainer.seed or 0

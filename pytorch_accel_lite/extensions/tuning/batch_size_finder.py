@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData, NamedDatasets, OwnShard, Source
 from pytorch_accel_lite.extending import RunRequest, TrainerLike
-from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_dict, check_positive_int
 from pytorch_accel_lite.extension_tools.modules_and_devices import is_out_of_memory
 from pytorch_accel_lite.extensions.trials import Trial
 
@@ -38,7 +38,7 @@ def find_batch_size(
     Raises:
         RuntimeError: if not even one sample fits
     """
-    check_positive_int("start", start)
+    start = check_positive_int("start", start)
     check_positive_int("num_steps", num_steps)
     if isinstance(train_dataset, dict):
         train_dataset = NamedDatasets(train_dataset)
@@ -65,7 +65,7 @@ def _most_samples(
     train_dataset: Source, world_size: int, loader_kwargs: LoaderKwargs | None, max_batch_size: int | None
 ) -> int:
     """Return the largest batch size that can be tried."""
-    fixed = {"batch_size", "batch_sampler"} & set(loader_kwargs or {})
+    fixed = {"batch_size", "batch_sampler"} & check_dict("train_dataloader_kwargs", loader_kwargs).keys()
     if fixed:
         raise ValueError(f"train_dataloader_kwargs has {sorted(fixed)}, but find_batch_size() chooses them itself.")
     is_loader = isinstance(train_dataset, (DataLoader, OwnShard))

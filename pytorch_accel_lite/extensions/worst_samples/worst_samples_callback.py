@@ -16,7 +16,7 @@ from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
 
 from pytorch_accel_lite.extending import PLOTS, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_function, check_positive_int
 from pytorch_accel_lite.extension_tools.data_and_batches import is_list_of_samples, is_number, slice_batch
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import default_transform
 from pytorch_accel_lite.extension_tools.texts_and_pages import align
@@ -73,8 +73,8 @@ class WorstSamplesCallback(TrainerCallback):
         show: bool = False,
     ) -> None:
         self.k = check_positive_int("k", k)
-        self.loss = loss
-        self.transform = transform or default_transform
+        self.loss = None if loss is None else check_function("loss", loss)
+        self.transform = default_transform if transform is None else check_function("transform", transform)
         self.show = show
         self.samples: list[WorstSample] = []
         self._kept: tuple[Any, ...] | None = None  # indices, losses, predictions and targets

@@ -116,7 +116,8 @@ def _check_readable(name: str, dataset: Source) -> None:
             f"{name} is a {type(dataset).__name__}: its [0] is not the first sample, but a column with a "
             "value for each sample. Pass a dataset of its tensors: TensorDataset(inputs, targets)."
         )
-    is_dataset = hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset)
+    is_scalar = getattr(dataset, "ndim", 1) == 0  # an array or a tensor with one number
+    is_dataset = isinstance(dataset, IterableDataset) or (hasattr(dataset, "__getitem__") and not is_scalar)
     if isinstance(dataset, (str, bytes)) or not (is_dataset or is_loader(dataset)):
         raise TypeError(
             f"{name}={dataset!r} is not a dataset: it needs __getitem__ and __len__, like a list. Data that can "

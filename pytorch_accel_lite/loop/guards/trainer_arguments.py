@@ -5,12 +5,14 @@ Each raises a ``TypeError`` or ``ValueError`` for the first invalid argument, wi
 
 from __future__ import annotations
 
+import inspect
 import numbers
 import os
 from collections.abc import Mapping
 from types import NoneType
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
@@ -25,6 +27,7 @@ from pytorch_accel_lite.base.arguments.argument_checks import (
 )
 from pytorch_accel_lite.base.display.reprs import short_repr
 from pytorch_accel_lite.base.modules.sharded_weights import tensor_parallel_size
+from pytorch_accel_lite.base.names.unknown_names import did_you_mean
 from pytorch_accel_lite.distributed.process_decorators import current_process
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.run.intervals import parse_interval
@@ -65,6 +68,19 @@ def check_types(**arguments: object) -> None:
         if not isinstance(value, types):
             order = " The arguments are Trainer(model, loss_func, optimizer)." if name == "model" else ""
             raise TypeError(f"{name}={value!r} must be {expected}.{order}")
+        if isinstance(value, dict) and name in ("compile_model", "compile_step"):
+            _check_compile_options(name, value)
+
+
+def _check_compile_options(name: str, options: dict[str, object]) -> None:
+    """Check that ``torch.compile`` knows all arguments."""
+    known = [*inspect.signature(torch.compile).parameters][1:]
+    if name == "compile_model":
+        known.append("blocks")
+    for option in options:
+        if option not in known:
+            closest = did_you_mean(str(option), known)
+            raise TypeError(f"{name} has the key {option!r}, which is not an argument of torch.compile.{closest}")
 
 
 def check_constructor(loss_func: object, optimizer: object, seed: object) -> None:
@@ -140,6 +156,7 @@ def check_training(optimizer: TrainerOptimizer, accelerator: Accelerator, reques
     """Check the arguments of a training run."""
     if optimizer is None:
         raise ValueError("optimizer=None: train() needs an optimizer. Pass one to the trainer.")
+    refuse_class("optimizer", optimizer)  # the constructor takes a class, too, but not an assignment
     if request.num_epochs is None and request.max_num_train_steps is None:
         raise ValueError("num_epochs=None and max_num_train_steps=None: train() needs one of them.")
     _check_accelerator(accelerator)

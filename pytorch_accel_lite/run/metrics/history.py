@@ -10,6 +10,7 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
+from pytorch_accel_lite.base.arguments.argument_checks import check_names
 from pytorch_accel_lite.base.display.formatting import format_metric
 from pytorch_accel_lite.base.display.reprs import join_wrapped
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
@@ -404,6 +405,8 @@ class InMemoryRunHistory(RunHistory):
         if metrics is None:
             recorded = [name for name, values in self._metrics.items() if len(self._apart.get(name, ())) < len(values)]
             metrics = recorded or self._metrics
+        else:
+            metrics = check_names("metrics", metrics)
         result = {}
         for name in metrics:
             self.get_latest_metric(name)  # raises an error that lists the recorded metrics
@@ -421,8 +424,8 @@ class InMemoryRunHistory(RunHistory):
 
 def _no_values_message(metric_name: str, history: Iterable[str]) -> str:
     recorded = list(history)
-    hint = did_you_mean(metric_name, recorded)
-    if "eval" in metric_name and not any("eval" in name for name in recorded):
+    hint = did_you_mean(str(metric_name), recorded)
+    if "eval" in str(metric_name) and not any("eval" in name for name in recorded):
         hint = " There has been no evaluation yet, which follows on_train_epoch_end."
     return (
         f"No values have been recorded for the metric {metric_name!r}.{hint} "

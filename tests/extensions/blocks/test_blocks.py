@@ -207,6 +207,8 @@ def test_blocks_are_found_and_printed(model, chosen, said, capsys):
         (Repeats(), ["layer.0"], r"activation_checkpointing has 'layer.0', which is neither.*Did you mean 'layers.0'"),
         (Repeats(), ["layers"], r"includes 'layers', a ModuleList, which the model does not call.*'layers\.\*'"),
         (Repeats(), lambda *_: False, r"activation_checkpointing=.* chooses no module of Repeats"),
+        (Repeats(), [], r"activation_checkpointing=\[\] chooses no module of Repeats"),
+        (nn.Linear(1, 1), "layers", r"has 'layers', which is neither .* It has no modules in it"),
         (Repeats(), None, r"activation_checkpointing=None must be True, False, a fraction"),
         (Repeats(), 1, r"activation_checkpointing=1 must be True, False, a fraction"),
     ],

@@ -190,6 +190,8 @@ def test_checks_skipped_for_lack_of_time_are_reported():
     [
         ({"only": ["gradient"]}, ValueError, "only=.*there are the checks runs, broadcast"),
         ({"skip": "learns"}, ValueError, "skip='learns'.*Pass a list"),
+        ({"only": 3}, ValueError, "only=3: there are the checks runs, broadcast.*Pass a list"),
+        ({"extra": "learns"}, TypeError, "extra='learns' must be a list of checks: functions"),
         ({"seconds": 0}, ValueError, "seconds=0 must be"),
         ({"epochs": 3}, TypeError, "no argument 'epochs': it is called num_epochs"),
     ],

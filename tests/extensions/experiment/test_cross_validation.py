@@ -223,7 +223,15 @@ class Stream(IterableDataset):
     ("changes", "error", "message"),
     [
         ({"make_trainer": once}, ValueError, "returned the Trainer of an earlier fold"),
-        ({"dataset": Stream()}, TypeError, r"'Stream' has no len\(\)"),
+        ({"make_trainer": lambda: None}, TypeError, r"must take one argument, the folder .*def make_trainer\(folder\)"),
+        (
+            {"make_trainer": Trainer(torch.nn.Linear(1, 1), None, None)},
+            TypeError,
+            "make_trainer=.* must be a function that returns a new",
+        ),
+        ({"dataset": Stream()}, TypeError, "dataset=.* must be a dataset with a length and indices"),
+        ({"splitter": splitters.KFold}, TypeError, r"splitter=.* must be a splitter .* such as KFold\(5\)"),
+        ({"splitter": 5}, TypeError, "splitter=5 must be a splitter of scikit-learn"),
         ({"splitter": splitters.StratifiedKFold(2)}, TypeError, "at least 1 dimension|Singleton array"),
         ({"splitter": splitters.GroupKFold(2), "y": LABELS}, ValueError, "'groups'"),
         ({"splitter": splitters.KFold(13)}, ValueError, "n_splits=13 greater than"),
@@ -232,7 +240,7 @@ class Stream(IterableDataset):
         ({"splitter": [([0, 1], [-1])]}, ValueError, "fold 1 has sample -1 .* a dataset of 12 samples"),
         ({"splitter": [([0, 1], [0.5])]}, TypeError, "a split must consist of indices, not of float64"),
         ({"num_epoch": 3}, TypeError, "has no argument 'num_epoch'"),
-        ({"eval_dataset": DATA}, TypeError, "multiple values for keyword argument 'eval_dataset'"),
+        ({"eval_dataset": DATA}, TypeError, r"cross_validate\(\) sets eval_dataset itself"),
     ],
 )
 def test_invalid_cross_validations_are_refused(changes, error, message, tmp_path):
@@ -324,3 +332,13 @@ def test_resuming_needs_the_same_cross_validation_arguments(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"has a cross-validation with {name}=.*, not .* Resume it with the same"):
             cross_validate(fold_trainer, DATA, pairs, resume=True, **arguments | {name: other})
+
+
+@pytest.mark.extension("metrics")
+def test_wrong_arguments_remove_no_earlier_results(tmp_path):
+    arguments = {"dataset": DATA, "splitter": splitters.KFold(2), "save_dir": tmp_path, **ARGUMENTS}
+    cross_validate(fold_trainer, **arguments)
+    kept = sorted(path.name for path in tmp_path.rglob("*"))
+    with pytest.raises(TypeError, match="must take one argument"):
+        cross_validate(lambda: None, **arguments)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == kept

@@ -332,6 +332,7 @@ def once(seed: int, folder: Path, made: list[Any] = []) -> Any:  # noqa: B006
             ValueError,
             "a or b cannot be sent to a new process: .*lambda.* Pass f",
         ),
+        ({"b": lambda seed: None}, TypeError, r"b=.* must take two arguments: .*def b\(seed, folder\)"),
         ({"b": 3}, ValueError, "b=3 must be the path of an experiment file, or a function"),
         ({"metric": "eror"}, ValueError, "metric='eror': the run will not record it.* Did you mean 'error'"),
         ({"a": unseeded}, ValueError, r"unseeded\(0, '.*seed-0'\) returned a trainer with seed=None, .* seed=seed\)"),

@@ -315,6 +315,7 @@ def test_the_last_weights_are_in_the_newest_state_of_all(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
+        ({"checkpoints": "best"}, r"checkpoints='best' must be a list. Write: checkpoints=\['best'\]"),
         ({"checkpoints": ["nowhere.pt"]}, "There are no weights at 'nowhere.pt'"),
         (
             {"inference": {"a": {"scal": 3}}},
@@ -324,7 +325,7 @@ def test_the_last_weights_are_in_the_newest_state_of_all(tmp_path, monkeypatch):
     ],
 )
 def test_invalid_tests_are_refused_before_writing_anything(trained, arguments, error):
-    with pytest.raises((FileNotFoundError, AttributeError, ValueError), match=error):
+    with pytest.raises((FileNotFoundError, AttributeError, TypeError, ValueError), match=error):
         run_tests(trained, parts.load_data(6), **arguments)
     assert not Path("tests").exists()
 

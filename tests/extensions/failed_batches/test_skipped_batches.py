@@ -200,7 +200,7 @@ def test_max_failures_must_be_positive():
         SkipFailedBatchesCallback(0)
 
 
-@pytest.mark.parametrize("phases", [(), "evaluation", ["test"]])
+@pytest.mark.parametrize("phases", [(), "evaluation", ["test"], 1])
 def test_skipping_refuses_unknown_phases(phases):
     with pytest.raises(ValueError, match=r"phases=.* must be a tuple of one or more of 'training'"):
         SkipFailedBatchesCallback(phases=phases)

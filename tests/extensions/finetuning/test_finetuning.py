@@ -147,6 +147,12 @@ def test_a_shared_parameter_is_in_the_first_group_that_has_it():
         (lambda f: f.unfreeze(to_index=-5), IndexError, "to_index=-5 is not a layer group"),
         (lambda f: ModelFreezer("m"), TypeError, "model='m' must be a torch.nn.Module"),
         (lambda f: ModelFreezer(nn.Linear(1, 1)).freeze(), ValueError, "Linear has no layer groups"),
+        (lambda f: ModelFreezer(f.model, groups=2), TypeError, "groups=2 must be a list of modules"),
+        (
+            lambda f: layer_group_parameters(f.model.parameters(), 1),
+            TypeError,
+            "model=.* must be a torch.nn.Module, not generator",
+        ),
         (lambda f: layer_group_parameters(f.model, lr=0), ValueError, "lr=0 must be greater than 0"),
         (lambda f: layer_group_parameters(f.model, 1, float("inf")), ValueError, "decay=inf must be greater than 0"),
         (lambda f: layer_group_parameters(f.model, lr=1, decay="x"), TypeError, "decay='x' must be a number"),

@@ -362,8 +362,10 @@ def test_a_step_that_reads_values_cannot_be_estimated():
     [
         ({"world_size": 0}, ValueError, "world_size=0 must be at least 1"),
         ({"sharded": True}, ValueError, "sharded=True needs several processes"),
-        ({"device_memory": "80 gigs"}, ValueError, "80 gigs.* is not in a valid format"),
+        ({"device_memory": "80 gigs"}, ValueError, "device_memory='80 gigs' must be .*such as '80GB'"),
         ({"device_memory": 0}, ValueError, "device_memory=0 must be at least 1"),
+        ({"device_memory": -8e9}, ValueError, r"device_memory=-8000000000\.0 must be greater than 0"),
+        ({"device_memory": [80]}, TypeError, r"device_memory=\[80\] must be an integer"),
         ({"num_steps": 3}, TypeError, "estimate_memory\\(\\) has no argument 'num_steps'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

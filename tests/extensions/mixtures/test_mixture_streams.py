@@ -90,7 +90,7 @@ def test_a_mixture_of_streams_continues_on_other_processes(two_ranks, tmp_path):
 ROWS = TensorDataset(torch.zeros(1))
 BAD_STREAMS = [
     ({}, {}, ValueError, "must have at least one"),
-    ([Shelf(())], {}, TypeError, "must be in a dict by name, not a list"),
+    ([Shelf(())], {}, TypeError, "must be in a dict by name, not list"),
     ({"a": ROWS}, {}, TypeError, "'a' .* is not an IterableDataset.* with Mixture"),
     ({"a": Shelf(())}, {"weights": {"b": 1}}, ValueError, "'b', which is not one of the datasets 'a'"),
 ]

@@ -194,7 +194,7 @@ rows = TensorDataset(torch.zeros(3))
     ("datasets", "kwargs", "error", "message"),
     [
         ({}, {}, ValueError, "must have at least one"),
-        ([rows], {}, TypeError, r"in a dict by name, not a list"),
+        ([rows], {}, TypeError, r"in a dict by name, not list"),
         ({"a": rows, "b": Stream()}, {}, ValueError, r"'b' \(Stream\) cannot be indexed .* MixtureStream"),
         ({"a": TensorDataset(torch.zeros(0))}, {}, ValueError, "'a' is empty"),
         ({"a": rows}, {"weights": {"a": 1, "c": 1}}, ValueError, "has 'c', which is not one of the datasets 'a'"),

@@ -387,6 +387,8 @@ def test_the_average_is_the_same_on_all_processes(ranks, two_ranks):
         ({"decay": -0.1}, "decay=-0.1 must be at least 0 and at most 1"),
         ({"decay": "0.9"}, "decay='0.9' must be a number"),
         ({"prefix": ""}, "prefix='' must not be empty"),
+        ({"prefix": ["a_"]}, r"prefix=\['a_'\] must be text"),
+        ({"model_ema": 0.99}, r"model_ema=0\.99 must be a function"),
         ({"update_every": "step"}, "update_every='step' must be 'update' or 'epoch'"),
     ],
 )

@@ -167,3 +167,17 @@ def test_runs_resume_to_the_same_bits_on_one_and_two_processes(two_ranks):
 def test_models_that_muon_cannot_divide_are_an_error(create, arguments, said):
     with pytest.raises(ValueError, match=said):
         muon_with_adamw(create(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "said"),
+    [
+        (deep_model().parameters(), {}, "^model=.* must be a torch.nn.Module, not generator"),
+        (nn.Linear, {}, "^model=.* must be an instance, not a class"),
+        (deep_model(), {"heads": nn.Linear(2, 2)}, r"^heads=.* must be a list of modules, such as \[model.head\]"),
+    ],
+    ids=["parameters", "a class", "a head"],
+)
+def test_muon_says_which_argument_is_no_model(model, arguments, said):
+    with pytest.raises(TypeError, match=said):
+        muon_with_adamw(model, **arguments)

@@ -45,9 +45,40 @@ def test_a_run_without_numbers_is_not_ended_by_their_plot(tmp_path):
     assert not (tmp_path / "m.png").exists()
 
 
-def test_a_missing_metric_is_named_with_the_existing_ones(tmp_path):
+def test_a_missing_metric_is_reported_before_training(tmp_path):
+    trainer = make_trainer([PlotMetricsCallback(tmp_path / "m.png", ["train_los_epoch"])])
     with pytest.raises(ValueError, match=r"'train_los_epoch'.*Did you mean 'train_loss_epoch'"):
-        train(make_trainer([PlotMetricsCallback(tmp_path / "m.png", ["train_los_epoch"])]))
+        train(trainer)
+    assert trainer.progress.update == 0
+
+
+def test_metrics_are_drawn_once_they_have_values(tmp_path):
+    drawn: list[list[str]] = []
+
+    class Noting(InMemoryRunHistory):
+        def plot(self, path=None, metrics=None):
+            drawn.append(metrics)
+            return super().plot(path, metrics)
+
+    plot = PlotMetricsCallback(tmp_path / "m.png", ["eval_loss_epoch", "train_loss_epoch"], every="2 updates")
+    train(make_trainer([plot], run_history=Noting()), epochs=4, eval_dataset=True, eval_every_n_epochs=2)
+    assert drawn[0] == []
+    assert ["train_loss_epoch"] in drawn
+    assert drawn[-1] == ["eval_loss_epoch", "train_loss_epoch"]
+
+
+def test_metrics_of_an_earlier_run_are_drawn(tmp_path):
+    trainer = make_trainer([PlotMetricsCallback(tmp_path / "m.png", ["eval_loss_epoch"])])
+    train(trainer, eval_dataset=True)
+    train(trainer, reset_run_history=False)
+    assert (tmp_path / "m.png").exists()
+
+
+def test_metrics_to_draw_are_a_list_of_names():
+    with pytest.raises(TypeError, match=r"metrics='loss' must be a list of names. Write: metrics=\['loss'\]"):
+        PlotMetricsCallback(metrics="loss")
+    with pytest.raises(TypeError, match=r"metrics=\[1\] must be a list of names"):
+        InMemoryRunHistory().curves([1])
 
 
 def test_an_unsupported_picture_format_is_refused_early():

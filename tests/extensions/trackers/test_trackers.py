@@ -151,6 +151,9 @@ def test_a_tracker_without_an_account_suggests_offline_use(tmp_path):
             r"'aim' \(installed: .*'mlflow'.*\) needs aim. Install it with: pip install aim",
         ),
         (lambda: TrackerCallback(3), TypeError, "tracker=3 must be the name"),
+        (lambda: TrackerCallback(project_name=7), TypeError, "project_name=7 must be text"),
+        (lambda: TrackerCallback(config="lr"), TypeError, "config='lr' must be a dict"),
+        (lambda: TrackerCallback(init_kwargs=["name"]), TypeError, r"init_kwargs=\['name'\] must be a dict"),
         (lambda: TrackerCallback(every_n_updates=0), ValueError, "every_n_updates=0 must be at least 1"),
     ],
 )

@@ -133,3 +133,10 @@ def test_callbacks_are_called_until_they_fail():
     assert [callback.sizes for callback in (right, wrong, stops)] == [[2, 2, 2], [2], [2, 2, 2]]
     assert handler.failures == {"Notes": "ValueError: no run"}
     assert handler.seconds["Notes"] > 0
+
+
+@pytest.mark.parametrize("tool", ["check", "diagnose", "estimate_memory", "find_batch_size", "find_lr"])
+def test_tools_accept_integers_of_numpy(tool):
+    argument = "start" if tool == "find_batch_size" else "per_device_batch_size"
+    steps = {"num_steps": 10} if tool in ("diagnose", "find_lr") else {}
+    getattr(make_trainer(), tool)(make_data(), **{argument: np.int64(2)}, **steps)

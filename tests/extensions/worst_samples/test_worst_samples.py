@@ -242,6 +242,10 @@ def test_a_filler_sample_of_sharded_ranks_is_left_out(two_ranks):
         assert losses == pytest.approx(dict(enumerate(expected)))
 
 
-def test_a_number_of_samples_is_checked():
+def test_numbers_of_samples_and_functions_are_checked():
     with pytest.raises(ValueError, match="k=0 must be at least 1"):
         WorstSamplesCallback(0)
+    with pytest.raises(TypeError, match="loss='mse' must be a function"):
+        WorstSamplesCallback(loss="mse")
+    with pytest.raises(TypeError, match="transform=1 must be a function"):
+        WorstSamplesCallback(transform=1)
