@@ -89,6 +89,15 @@ def test_attributes_of_modules_resume_bit_for_bit():
     assert all(same_bits(whole, run) for run in resumed)
 
 
+def resume_on_all() -> Any:
+    return run_and_resume(train, everything)
+
+
+def test_attributes_of_modules_of_each_process_resume_exactly(two_ranks):
+    for whole, *resumed in two_ranks(resume_on_all):
+        assert all(same_bits(whole, run) for run in resumed)
+
+
 class Interrupts(TrainerCallback):
     saves_attributes = False
 
