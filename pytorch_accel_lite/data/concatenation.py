@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import recursively_apply
 from accelerate.utils.operations import honor_type
 
+from pytorch_accel_lite.base.machine.devices import await_processes
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.values.nested_data import is_dataclass, tensors_in
 from pytorch_accel_lite.data.batch_slices import is_list_of_samples
@@ -35,11 +36,11 @@ def to_cpu(
     """
     is_of_samples = size is not None and type(outputs) is list and is_list_of_samples(outputs, size)
     if is_of_samples or isinstance(outputs, ListOfSamples):
-        return ListOfSamples(recursively_apply(lambda tensor: copy(tensor.detach()), list(outputs)))
+        return ListOfSamples(recursively_apply(lambda tensor: copy(await_processes(tensor.detach())), list(outputs)))
     if isinstance(outputs, torch.Tensor):
         if not outputs.ndim:
             raise ValueError("predict: the model returned a tensor without a sample dimension.")
-        return copy(outputs.detach() if outputs.requires_grad else outputs)
+        return copy(await_processes(outputs.detach() if outputs.requires_grad else outputs))
     if is_dataclass(outputs) and not isinstance(outputs, Mapping):
         outputs = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
     if isinstance(outputs, Mapping):

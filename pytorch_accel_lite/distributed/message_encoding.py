@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from pytorch_accel_lite.base.machine.devices import await_processes
+
 #: Unpickling a sparse tensor puts it on a private list of torch's, which keeps the tensor until it is validated.
 _release_sparse_tensors: Callable[[], None] = getattr(torch._utils, "_validate_loaded_sparse_tensors", lambda: None)  # noqa: SLF001
 #: A tensor in the pickled part of a message: the offset of its bytes, its type and its shape.
@@ -45,6 +47,8 @@ class Message(pickle.Pickler):
 
     def persistent_id(self, obj: object) -> _TensorKey | None:
         """Return the offset, type and shape of a tensor, which is not pickled."""
+        if isinstance(obj, torch.Tensor):
+            obj = await_processes(obj)
         if type(obj) is not torch.Tensor or obj.device.type == "meta" or obj.requires_grad:
             return None
         if obj.layout is not torch.strided or obj.is_nested or obj.is_quantized:

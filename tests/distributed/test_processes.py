@@ -22,10 +22,12 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import verify_state
+from pytorch_accel_lite.data.concatenation import to_cpu
 from pytorch_accel_lite.distributed.ranks import timeout_of
 from pytorch_accel_lite.utils import local_process_zero_first, local_process_zero_only, world_process_zero_only
 from tests.launching import (
@@ -301,6 +303,24 @@ def test_objects_of_any_length_are_gathered_in_order(ranks):
         *texts, (tensors, gathered) = found
         assert all(given == received for given, received in texts)
         assert all(map(torch.equal, tensors, gathered))
+
+
+def sums_on_their_way() -> list[list[float]]:
+    """Sums of a value of each rank, sent and copied while the last rank has yet to contribute to them."""
+    trainer = Trainer(float64_model(), None, None, callbacks=[])
+    found: list[Any] = []
+    for use in (trainer.all_gather_object, to_cpu):
+        trainer.barrier()
+        if own_rank() == world_size() - 1:
+            time.sleep(0.3)
+        found.append(use(all_reduce(torch.ones(2), "sum", dist.group.WORLD)))
+    assert type(found[1]) is torch.Tensor
+    return [tensor.tolist() for tensor in (*found[0], found[1])]
+
+
+def test_values_of_other_processes_are_awaited(ranks):
+    for found in ranks(sums_on_their_way):
+        assert found == [[ranks.world_size] * 2] * (ranks.world_size + 1)
 
 
 def many_trainers() -> Any:

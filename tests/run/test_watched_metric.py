@@ -29,7 +29,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
     WatchedMetric,
 )
-from tests.launching import some_of, two_are_enough
+from tests.launching import in_forks, some_of, two_are_enough
 from tests.ranks import shared_folder
 from tests.shipped_callbacks import RUN, SHIPPED, build
 from tests.small_models import adamw_trainer, float64_data, float64_model, listener, make_data, make_trainer, train
@@ -478,6 +478,22 @@ def test_a_metric_recorded_after_its_watcher_names_the_order(here):
     with pytest.raises(ValueError, match=match):
         train(make_trainer(callbacks), eval_dataset=True)
     train(make_trainer(callbacks[::-1]), eval_dataset=True)
+
+
+class ScoredOnFirst(TrainerCallback):
+    def on_eval_epoch_end(self, trainer, **kwargs):
+        if trainer.accelerator.is_main_process:
+            trainer.run_history.update_metric("score", 1.0)
+
+
+@pytest.mark.processes
+def test_a_metric_of_one_process_only_is_named(tmp_path):
+    def train_on_two(rank: int) -> None:
+        stopping = callbacks.EarlyStoppingCallback(watch_metric="score", greater_is_better=True)
+        adamw_trainer(float64_model(), callbacks=[ScoredOnFirst(), stopping]).train(float64_data(8), 1, float64_data(4))
+
+    assert in_forks(train_on_two, tmp_path / "output", 2) == [1, 1]
+    assert "and record it on every process, not only on the first." in (tmp_path / "output").read_text()
 
 
 @pytest.mark.extension("metrics")

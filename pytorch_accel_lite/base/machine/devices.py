@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -45,6 +46,16 @@ def to_float(scalar: torch.Tensor) -> float:
         return float(scalar)
     number: Any = scalar.tolist() if not scalar.ndim else scalar.reshape(()).tolist()  # torch types it as a list
     return float(number)
+
+
+def await_processes(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait until a tensor that other processes contribute to has its values, and return it as a plain tensor.
+
+    Models with tensor parallelism return such tensors. They wait by themselves in torch's operations, but not when they
+    are viewed, pickled, or copied to the device where they are.
+    """
+    wait: Callable[[], torch.Tensor] | None = getattr(tensor, "trigger_wait", None)
+    return tensor if wait is None else wait()
 
 
 class AsyncCopy:

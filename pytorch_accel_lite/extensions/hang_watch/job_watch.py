@@ -306,6 +306,8 @@ class JobWatch(threading.Thread):
                 break
         if ended:
             process = f"The process of rank {_describe_ranks(ended)}"
+            if not self._can_ask():  # what it has left in the store ended with it
+                return f"{process} has ended. Its own output says why, unless it was killed."
             return f"{process} has ended without a word: it was killed, or called os._exit()."
         return f"See the output of the other processes: rank {_describe_ranks(others)}."
 

@@ -96,6 +96,12 @@ def as_labels(targets: torch.Tensor) -> torch.Tensor:
     return torch.where(targets == targets.round(), targets, -1).long() if targets.is_floating_point() else targets
 
 
+def are_labels(targets: Tree) -> bool:
+    """Whether targets may be labels of classes: they are no fractions."""
+    is_float = isinstance(targets, torch.Tensor) and targets.is_floating_point()
+    return not is_float or bool((targets == targets.round()).all())
+
+
 def gives_logits(loss_func: object) -> bool:
     """Whether a model with this loss gives logits of binary labels."""
     kinds = (torch.nn.BCEWithLogitsLoss, torch.nn.MultiLabelSoftMarginLoss)

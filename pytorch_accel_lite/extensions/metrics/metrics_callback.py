@@ -21,6 +21,7 @@ from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
 from pytorch_accel_lite.extensions.metrics.metrics_by_name import (
     Classification,
     NamedMetric,
+    are_labels,
     as_labels,
     gives_logits,
     with_shape_of_targets,
@@ -28,6 +29,8 @@ from pytorch_accel_lite.extensions.metrics.metrics_by_name import (
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
+
+_NO_LABELS = "The targets are not labels. For regression, name metrics such as 'mae' and 'r2'."
 
 
 _UPDATES = "number of updates"  # key added to the state of a metric, which has no such number
@@ -83,6 +86,7 @@ class MetricsCallback(TrainerCallback):
             metrics = {type(metrics).__name__: metrics}
         for name, value in {"num_classes": num_classes, "num_labels": num_labels, "task": task}.items():
             arguments |= {} if value is None else {name: value}
+        _check_names(metrics)
         named = _with_named_metrics(metrics, arguments)
         #: Metrics to create once the first outputs show the classifier's task.
         self._pending: dict[str, NamedMetric] = {}
@@ -271,6 +275,8 @@ class MetricsCallback(TrainerCallback):
                     classes = getattr(metric, "num_classes", None)
                     kind = type(metric).__name__ + (f"(num_classes={classes})" if isinstance(classes, int) else "")
                     add_note(error, f"In the metric {name!r}, a {kind}, updated with {values}.")
+                    if name in self._named and not are_labels(given[1]):
+                        add_note(error, _NO_LABELS)
                     raise
 
     def _completed(self, arguments: tuple[Tree, ...], metric: Metric) -> tuple[Tree, ...]:
@@ -341,6 +347,19 @@ class MetricsCallback(TrainerCallback):
         first = 0 if self._ranks is None else sum(counts[: self._ranks.rank])
         for copy, states in zip(copies, state["ranks"][first:], strict=False):
             _load_state(copy, states)
+
+
+def _check_names(metrics: object) -> None:
+    """Check the names of metrics in a dict, which torchmetrics keeps as attributes."""
+    from torchmetrics import MetricCollection  # slow to import
+
+    attributes = dir(MetricCollection({}))
+    for name in metrics if isinstance(metrics, Mapping) else ():
+        if not isinstance(name, str) or not name or "." in name or name in attributes:
+            raise ValueError(
+                f"metrics has the name {name!r}. It must be text without dots, and not that of an attribute of torch's "
+                "modules, such as 'train'. Choose another one."
+            )
 
 
 def _with_named_metrics(metrics: Tree, arguments: Mapping[str, object]) -> Tree:

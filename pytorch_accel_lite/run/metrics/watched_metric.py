@@ -229,14 +229,17 @@ def _latest_of_run(trainer: TrainerLike, name: str, indices: range) -> int | Non
 def _missing_metric_error(where: object, name: str, trainer: TrainerLike) -> ValueError:
     recorded = [metric for metric in trainer.run_history.get_metric_names() if metric != name]
     expected = trainer.current_run.request.metrics
+    order = "must come before the one that watches it"
+    if trainer.ranks.world_size > 1:
+        order += ", and record it on every process, not only on the first"
     if name == f"{trainer.run_history.metric_name_prefix}eval_loss_epoch" and name in expected.evaluated:
         reason = ": the evaluation returned no loss."
     elif name in expected.directions:
-        reason = " yet. The callback that records it must come before the one that watches it."
+        reason = f" yet. The callback that records it {order}."
     else:
         reason = f".{did_you_mean(name, recorded)}"
         if reason == "." and not all(is_from_this_package(type(callback)) for callback in trainer.callback_handler):
-            reason = " yet. A callback that records it must come before the one that watches it."
+            reason = f" yet. A callback that records it {order}."
     return ValueError(
         f"{where}: the run has not recorded it{reason}"
         f"{'' if trainer.eval_dataloaders else ' train() was given no eval_dataset.'} "

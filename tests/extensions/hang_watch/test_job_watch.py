@@ -18,7 +18,7 @@ from pytorch_accel_lite import Trainer
 from tests.distributed.test_deadlocks import DATA, fails_on_rank_1, on_rank_1, train
 from tests.launching import in_forks, some_of
 from tests.ranks import rank
-from tests.small_models import float64_model
+from tests.small_models import float64_model, listener
 
 
 class CatchesItsError(Trainer):
@@ -128,6 +128,22 @@ def test_the_others_say_which_process_has_left_and_why(tmp_path, leave, words, e
     assert re.search(
         rf"ProcessLostError: Rank 0 cannot go on, because another process has left the job\. {words}", said
     )
+
+
+@pytest.mark.processes
+def test_the_end_of_the_process_that_serves_messages_is_named(tmp_path):
+    def fail(trainer: Any, **_: Any) -> None:
+        if rank() == 0:
+            raise OSError("no disk")
+
+    def train_served_by_first(rank: int) -> None:
+        torch.distributed.init_process_group("gloo")
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        train(callbacks=[listener(on_train_step_start=fail)])
+
+    output = tmp_path / "output"
+    assert in_forks(train_served_by_first, output, 2) == [1, 1]
+    assert "The process of rank 0 has ended. Its own output says why, unless it was killed." in output.read_text()
 
 
 def test_the_time_of_the_watch_is_checked(two_ranks, tmp_path, monkeypatch):

@@ -390,6 +390,9 @@ def test_metrics_of_several_processes_cover_the_complete_dataset(ranks):
         ),
         ({"a": 3}, TypeError, "must be a torchmetrics Metric, a MetricCollection, a dict of metrics, or the name of"),
         ({}, ValueError, "contains no metric"),
+        ({"train": "accuracy"}, ValueError, "metrics has the name 'train'. It must be text without dots, and not"),
+        ({"top.1": "accuracy"}, ValueError, "metrics has the name 'top.1'"),
+        ({1: "accuracy"}, ValueError, "metrics has the name 1"),
         ({"a": "acurracy"}, ValueError, "metrics='acurracy': .* Did you mean 'Accuracy'?"),
         (
             "zzz",
@@ -757,3 +760,12 @@ def test_checks_of_shipped_callbacks_have_complete_messages():
     with pytest.raises(ValueError, match="Cannot find predictions and targets") as caught:
         trainer.evaluate(make_data())
     assert not hasattr(caught.value, "__notes__")
+
+
+def test_metrics_of_labels_say_that_targets_are_none():
+    data = TensorDataset(inputs := torch.randn(4, 3), inputs.sum(1, keepdim=True))
+    model = nn.Linear(3, 1)
+    trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), (), metrics="accuracy")
+    with pytest.raises(RuntimeError) as caught:
+        trainer.evaluate(data)
+    assert "The targets are not labels. For regression, name metrics such as 'mae' and 'r2'." in caught.value.__notes__
