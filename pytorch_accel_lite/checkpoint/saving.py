@@ -314,12 +314,12 @@ def save_training_state(
     """Carry out ``Trainer.save_training_state()``."""
     location = parse_location(output_dir, "output_dir")
     kwargs = _check_entries(checkpoint_kwargs, entries_of_states(), "a training state")
-    if not trainer.current_run.training.window.is_between_updates:
+    if not trainer.current_run.training_run.window.is_between_updates:
         raise RuntimeError(
             "A training state can only be saved between updates. Save it in on_train_step_checkpoint or "
             "on_epoch_checkpoint."
         )
-    if trainer.progress.is_mid_epoch and trainer.current_run.training.data.seed is None:
+    if trainer.progress.is_mid_epoch and trainer.current_run.training_run.data.seed is None:
         raise RuntimeError(
             "The order of this epoch does not follow from a seed, so a run could not resume in the middle of it. Give "
             "the trainer a seed or a SaveTrainingStateCallback, or save in on_epoch_checkpoint."

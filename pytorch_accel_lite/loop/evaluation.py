@@ -75,7 +75,7 @@ def evaluate_all(trainer: TrainerLike, run: Run, kind: EvaluationKind) -> dict[s
     losses: dict[str, float] = {}
     loaders = data.eval_loaders or {"": data.required_eval_loader}
     if kind is EvaluationKind.OF_RUN:
-        run.training.counts_before_evaluation = count_values(trainer.run_history)
+        run.training_run.counts_before_evaluation = count_values(trainer.run_history)
     try:
         for number, (name, loader) in enumerate(loaders.items(), 1):
             prefix = f"{name}_" if name else ""
@@ -97,7 +97,7 @@ def evaluate_all(trainer: TrainerLike, run: Run, kind: EvaluationKind) -> dict[s
         data.eval_dataset_name = None
         run.completes_evaluation = False
     if kind is EvaluationKind.OF_RUN:
-        run.training.counts_before_evaluation = None
+        run.training_run.counts_before_evaluation = None
     return losses
 
 

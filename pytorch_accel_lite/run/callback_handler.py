@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from pytorch_accel_lite.base.arguments.constructor_calls import IS_CONSTRUCTED
 from pytorch_accel_lite.base.display.shown_errors import add_note
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_overridden
-from pytorch_accel_lite.run.changed_losses import AFTER_BACKWARD, AfterBackward
 from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, RunPausedError, StopTrainingError
 from pytorch_accel_lite.run.events import EVENTS, TrainerCallback, keywords_of
+from pytorch_accel_lite.run.late_loss_changes import AFTER_BACKWARD, AfterBackward
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run.request_and_config import RunRequest
@@ -136,6 +136,7 @@ class CallbackHandler:
         """
         if is_outermost:
             self.listeners.clear()
+            self._failed = None
         for callback in self.callbacks:
             configure: Listener = callback.configure_run  # typed with the trainer of the layers above
             configure(trainer, request)

@@ -248,7 +248,7 @@ class Run:
     latest: LatestRecords = field(default_factory=LatestRecords)
 
     # For the trainer only.
-    ended_training: Run | None = None  # the training before this evaluation or prediction
+    ended_training_run: Run | None = None  # the training before this evaluation or prediction
     counts_before_evaluation: dict[str, int] | None = None  # numbers of values, by metric, within an evaluation
     counts_before_interruption: dict[str, int] = field(default_factory=dict)  # of metrics that are to be recorded again
     previous: Run | None = None  # the run that is current again when this one ends
@@ -319,16 +319,16 @@ class Run:
         run.data.train_loader = run.data.train_loader_kwargs = None
         run.control = StopCoordinator(self.ranks)
         run.end.reason = None
-        run.ended_training = self.ended_training or self
+        run.ended_training_run = self.ended_training_run or self
         return run
 
     @property
-    def training(self) -> Run:
+    def training_run(self) -> Run:
         """The training that this run is, is within, or comes after, of which a training state holds the state."""
         outermost = self
         while outermost.outer is not None:
             outermost = outermost.outer
-        return outermost.ended_training or outermost
+        return outermost.ended_training_run or outermost
 
     def drop_previous(self) -> None:
         """Free the previous run and its data: this run has started, and remains the trainer's run after its end."""

@@ -94,7 +94,7 @@ def capture(
     full = {name: value for name, value in weights.items() if not is_sharded_tensor(value)}
     tensors = {name: value for name, value in full.items() if fits_safetensors(value)}
     shared["model_extra"] = {name: value for name, value in full.items() if name not in tensors}
-    run = trainer.current_run.training
+    run = trainer.current_run.training_run
     shared |= trainer.division.capture(trainer.ranks, run.loss_trackers, run.step_metrics)
     large: dict[str, torch.Tensor] = {}
     shared["user_attributes"], own = run.user_attributes.capture(trainer)
@@ -116,7 +116,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
     def gather(state: Tree) -> Tree:
         return state if sharded else full_state_dict(state, is_first)
 
-    run, latest = trainer.current_run.training, trainer.current_run.latest
+    run, latest = trainer.current_run.training_run, trainer.current_run.latest
     callbacks = callbacks_with("state_dict", trainer.callback_handler)
     return {
         **{
@@ -146,13 +146,13 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
 
 def _settings_text(trainer: TrainerLike) -> str:
     """Return the settings of the current run as JSON. A run that saves states has recorded them."""
-    recorded = trainer.current_run.training.recorded_settings
+    recorded = trainer.current_run.training_run.recorded_settings
     return json.dumps(settings_recorder().record(trainer, reads_data=False) if recorded is None else recorded)
 
 
 def _collect_local(trainer: TrainerLike) -> StateDict:
     """Return the state of this rank, without the attributes of users."""
-    trackers = trainer.current_run.training.loss_trackers
+    trackers = trainer.current_run.training_run.loss_trackers
     return {
         "losses": {name: tracker.state_dict() for name, tracker in trackers.items()},
         "generators": capture_generators(),
@@ -162,7 +162,7 @@ def _collect_local(trainer: TrainerLike) -> StateDict:
 
 def _position(trainer: TrainerLike, is_local: bool) -> StateDict:
     """Return the state that the loader needs to resume, also within an epoch. It may differ between processes."""
-    loader = trainer.current_run.training.data.train_loader
+    loader = trainer.current_run.training_run.data.train_loader
     if loader is None or getattr(loader, "has_own_position", None) != is_local:
         return {}
     if not trainer.progress.is_mid_epoch:
@@ -222,7 +222,7 @@ def _is_saved(history: object) -> TypeGuard[HasStateDict]:
 
 def _collect_metadata(trainer: TrainerLike) -> StateDict:
     """Return the facts about the run for the manifest of a state, in JSON types."""
-    run = trainer.current_run.training
+    run = trainer.current_run.training_run
     config = {} if trainer.run_config is None else trainer.run_config.to_dict()
     sources = [source for source in run.request.state_sources if isinstance(source, DatedStateSource)]
     return {

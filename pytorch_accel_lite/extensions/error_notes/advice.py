@@ -48,6 +48,11 @@ _ADVICE = {
         "as 'r2score' or 'mean_absolute_error'."
     ),
     "can't be cast to the desired output type": "this loss needs floating point targets: use targets.float().",
+    "exactly one of (decoder_)?input_ids or (decoder_)?inputs_embeds": (
+        "the model got no input_ids. An encoder-decoder model needs decoder_input_ids, or labels from which it makes "
+        "them, and predict() passes no labels. To predict, override calculate_predict_batch_output: return "
+        "self.get_model().generate(batch['input_ids'], ...), or self.model(**batch).logits."
+    ),
     "index out of range in self": "raise num_embeddings of the embedding, or check how the indices are created.",
     "more than 1 value per channel": (
         "batch norm cannot be trained on a single sample. Pass train_dataloader_kwargs={'drop_last': True}, which "

@@ -71,9 +71,8 @@ class GradientSpikeCallback(TrainerCallback):
         in_a_row = self._in_a_row[name] = self._in_a_row.get(name, 0) + 1
         self.skipped.append(trainer.progress.update + 1)
         optimizer = f" of {name!r}" if name else ""
-        trainer.print(
-            f"Update {self.skipped[-1]}{optimizer} skipped: the gradient norm is {norm:.3g}, usually {usual:.3g}."
-        )
+        usually = f", usually {usual:.3g}" if count else ""
+        trainer.print(f"Update {self.skipped[-1]}{optimizer} skipped: the gradient norm is {norm:.3g}{usually}.")
         if in_a_row >= self.max_skips_in_a_row:
             self._stop_reason = (
                 f"The gradients of {in_a_row} updates{optimizer} in a row were more than {self.factor:g} times as "

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import Literal
 
+import torch
 from torch.nn.parameter import is_lazy
 
 from pytorch_accel_lite.checkpoint import file_path, model_state, write_checkpoint
@@ -220,7 +221,16 @@ class ModelEmaCallback(MetricWatcher):
         weights = dict(self.ema.module.state_dict())
         for name in quantised_entries(self.ema.module, weights):  # quantised weights of the model, not averaged
             del weights[name]
-        return {**super().state_dict(), "module": weights, "num_updates": self.ema.num_updates}
+        state = {**super().state_dict(), "module": weights, "num_updates": self.ema.num_updates}
+        buffers = {name: buffer.detach() for name, buffer in self._unsaved_buffers().items()}
+        return {**state, "buffers": buffers} if buffers else state
+
+    def _unsaved_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the averaged buffers that are not in the state of the averaged model (``persistent=False``)."""
+        module = self._average.module
+        saved = module.state_dict().keys()
+        # Masks do not change.
+        return {name: b for name, b in module.named_buffers() if name not in saved and b.dtype is not torch.bool}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by ``state_dict()``. Outside a run, the state is kept until the average exists."""
@@ -232,3 +242,7 @@ class ModelEmaCallback(MetricWatcher):
             quantised = quantised_entries(self.ema.module, current)
             self.ema.module.load_state_dict(weights, strict=not quantised)
             self.ema.num_updates = state["num_updates"]
+            saved = state.get("buffers", {})
+            for name, buffer in self._unsaved_buffers().items():
+                if name in saved and saved[name].shape == buffer.shape:
+                    buffer.copy_(saved[name])

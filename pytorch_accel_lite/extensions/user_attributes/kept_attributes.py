@@ -213,7 +213,8 @@ class KeptAttributes(UserAttributes):
         """Restore the users' attributes, in place if the program has created them."""
         owners = owners_of_attributes(trainer)
         states_by_owner = _merged(saved.get("kept", {}), own or {})
-        lost = self._restore_in_modules(trainer, states_by_owner, source, is_final)
+        # Copies that starting events make of modules have the attributes that the program has created.
+        lost = self._restore_in_modules(trainer, states_by_owner, source) if is_final else []
         for owner, states in states_by_owner.items():
             if owner not in owners:
                 continue  # another message reports the missing callback
@@ -236,7 +237,7 @@ class KeptAttributes(UserAttributes):
             self._say_what_differs(trainer, saved)
 
     def _restore_in_modules(
-        self, trainer: TrainerLike, states_by_owner: Mapping[str, Mapping[str, Node]], source: str, is_final: bool
+        self, trainer: TrainerLike, states_by_owner: Mapping[str, Mapping[str, Node]], source: str
     ) -> list[str]:
         """Restore the attributes of modules, and return the paths of those that have no place in the program."""
         lost = []
@@ -247,8 +248,7 @@ class KeptAttributes(UserAttributes):
                 if shares_memory_with_weights(module, current):
                     current = NoPlaceError
                 try:
-                    decoder = Decoder(trainer.device, source)
-                    held[name] = decoder.decode(node if is_final else copy.deepcopy(node), current)
+                    held[name] = Decoder(trainer.device, source).decode(node, current)
                 except NoPlaceError:
                     lost.append(path_of((owner, name)))
         return lost

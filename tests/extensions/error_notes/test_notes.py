@@ -572,3 +572,13 @@ def test_groups_added_beside_a_schedule_have_advice(schedule):
         train(make_trainer([AddsGroup()]), create_scheduler_fn=schedule)
     [note] = notes_of(caught.value)
     assert "What to do: the optimizer has 2 parameter groups, but had 1 when" in note
+
+
+def test_a_prediction_without_decoder_inputs_has_advice():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 9, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    trainer = Trainer(model, None, None, callbacks=[])
+    with pytest.raises(ValueError, match="exactly one of") as caught:
+        trainer.predict([{"input_ids": torch.arange(4), "labels": torch.arange(3)}])
+    assert "override calculate_predict_batch_output" in notes_of(caught.value)[0]

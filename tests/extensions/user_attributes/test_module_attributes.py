@@ -14,7 +14,7 @@ import torchmetrics
 from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
 from tests.ranks import every_state, run_and_resume
 from tests.small_models import float64_data, float64_model, same_bits
 
@@ -87,6 +87,15 @@ def test_attributes_of_modules_resume_bit_for_bit():
     whole, *resumed = run_and_resume(train, everything)
     assert len(resumed) >= 2
     assert all(same_bits(whole, run) for run in resumed)
+
+
+def resume_on_all() -> Any:
+    return run_and_resume(train, everything)
+
+
+def test_attributes_of_modules_of_each_process_resume_exactly(two_ranks):
+    for whole, *resumed in two_ranks(resume_on_all):
+        assert all(same_bits(whole, run) for run in resumed)
 
 
 class Interrupts(TrainerCallback):
@@ -175,3 +184,17 @@ def test_states_that_no_callback_announced_have_them_too(tmp_path):
     trainer.train(DATA, 1, per_device_batch_size=4)
     state = torch.load(tmp_path / "state" / "trainer.pt", weights_only=True)
     assert state["user_attributes"]["kept"]["model"]["temperature"] == 2.0 * 0.9 * 0.9
+
+
+@pytest.mark.extension("model_ema")
+def test_averages_of_modules_with_attributes_resume_exactly(tmp_path):
+    def run(folder: Path, resume_from: Path | None = None) -> Any:
+        model = Remembering(9 if resume_from else 0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        averages = ModelEmaCallback(0.5, save_path=None)
+        trainer = Trainer(model, nn.MSELoss(), optimizer, [averages, *every_state(folder)], seed=0)
+        trainer.train(DATA, 3, DATA, per_device_batch_size=4, resume_from=resume_from)
+        return trainer
+
+    whole, *resumed = run_and_resume(run, lambda trainer: trainer.run_history.to_dict())
+    assert all(same_bits(whole, run) for run in resumed)
