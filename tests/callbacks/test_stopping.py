@@ -161,7 +161,7 @@ def test_a_resumed_run_stops_early_at_the_same_epoch(saves_first, tmp_path):
 
 
 def stopped_within_an_epoch() -> list[Any]:
-    """How a run ends that an evaluation within an epoch stops, then those resumed from each of its states."""
+    """How a run ends that an evaluation within an epoch stops, then those resumed from its last states."""
     with shared_folder() as folder:
 
         def ends(name: str, resume_from: Path | None = None) -> Any:
@@ -174,13 +174,13 @@ def stopped_within_an_epoch() -> list[Any]:
             return trainer.progress.update, trainer.run_history.get_metric_values("train_loss_epoch"), weights(model)
 
         whole = ends("whole")
-        return [whole, *(ends(state.name, state) for state in sorted((folder / "whole").glob("update-*")))]
+        return [whole, *(ends(state.name, state) for state in sorted((folder / "whole").glob("update-*"))[-2:])]
 
 
 def test_a_stop_within_an_epoch_comes_at_the_same_update(two_ranks):
     alone = stopped_within_an_epoch()
     for ended in (alone, *two_ranks(stopped_within_an_epoch)):
-        assert [(update, len(losses)) for update, losses, _ in ended] == [(6, 1)] * 7
+        assert [(update, len(losses)) for update, losses, _ in ended] == [(6, 1)] * 3
         assert all(same_bits(one, ended[0]) for one in ended)
 
 

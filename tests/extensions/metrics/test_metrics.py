@@ -607,6 +607,7 @@ def test_the_first_outputs_show_the_kind_of_classifier(task):
     assert all(len(values) == 2 for values in found.values())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_checked", [False, True])
 @pytest.mark.parametrize(("shape", "whole"), [((8, 1), True), ((8, 1), False), ((8, 1, 2, 2), True)])
 def test_one_column_of_outputs_is_binary_without_one_of_targets(shape, whole, is_checked):

@@ -555,6 +555,7 @@ def streams_that_share_themselves_out() -> Any:
     return {"by stream": results, "epochs": split.epochs}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["split", "reading", "reading from a dict", "shard", "webdataset", "pipe", "whole"])
 def test_self_sharding_streams_are_read_by_each_process(ranks, kind):
     found = [result["by stream"][kind] for result in ranks(streams_that_share_themselves_out)]
