@@ -1310,6 +1310,10 @@ class Trainer:
             if self._made_accelerator:
                 self.accelerator.free_memory()
 
+    def __getstate__(self) -> dict[str, object]:
+        """Leave the schedule of the last run out of copies: placeholders cannot be pickled, and a run sets its own."""
+        return {**vars(self), "create_scheduler_fn": self.create_scheduler_fn if self.is_running else None}
+
     def __enter__(self) -> Self:
         return self
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from weakref import WeakSet
 
+from pytorch_accel_lite.base.weak_sets import TransientSet
 from pytorch_accel_lite.data import NamedData, ShardedLoader
 from pytorch_accel_lite.data.dataloader_creation import DEFAULT_BATCH_SIZE, LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction
@@ -82,7 +82,7 @@ class RunData:
     eval_dataset_name: str | None = None
     eval_loaders: dict[str, ShardedLoader] = field(default_factory=dict)
     eval_loader_kwargs: LoaderKwargs | None = None
-    made_loaders: WeakSet[ShardedLoader] = field(default_factory=WeakSet)
+    made_loaders: TransientSet[ShardedLoader] = field(default_factory=TransientSet)
     has_fillers: bool = True
     eval_arguments: DataArguments = field(default_factory=DataArguments)
 
