@@ -407,7 +407,7 @@ class Trainer:
     def evaluate(
         self,
         dataset: NamedData | None = None,
-        per_device_batch_size: int = DEFAULT_BATCH_SIZE,
+        per_device_batch_size: int | None = None,
         dataloader_kwargs: LoaderKwargs | None = None,
         collate_fn: CollateFunction | None = None,
         *,
@@ -421,8 +421,9 @@ class Trainer:
         Args:
             dataset: a dataset or a ``DataLoader``; defaults to the ``eval_dataset`` of the last training run, and is
                 not needed if ``create_eval_dataloader`` is overridden. Datasets in a dict are evaluated one by one, and
-                their names (strings) prefix the names of the metrics. Without ``dataset``, arguments that are left at
-                their defaults are those of that training, so that the same batches are read.
+                their names (strings) prefix the names of the metrics. Without ``dataset``, arguments that are not
+                passed are those of that training, so that the same batches are read.
+            per_device_batch_size: number of samples in a batch of one process; 8 by default
             dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults; ``drop_last=True`` leaves
                 out the samples of a smaller last batch
             auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many parts
@@ -433,7 +434,9 @@ class Trainer:
             the run history, except, within a run, for metrics that the run's own evaluations record. After a run, its
             curves and rows do not contain them.
         """
-        arguments = DataArguments(dataset, per_device_batch_size, dataloader_kwargs, collate_fn, auto_microbatch)
+        has_size = per_device_batch_size is not None
+        size = DEFAULT_BATCH_SIZE if per_device_batch_size is None else per_device_batch_size
+        arguments = DataArguments(dataset, size, dataloader_kwargs, collate_fn, auto_microbatch, has_size)
         return evaluation.evaluate(self, arguments)
 
     def run_evaluation(

@@ -159,7 +159,7 @@ class DirectoryStore(StateStore):
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.location = Path(directory)
         self._lock: FileLock | None = None
-        self._unlock: weakref.finalize[..., DirectoryStore] | None = None  # code that locks outside a run may never unlock
+        self._unlock: weakref.finalize[..., DirectoryStore] | None = None  # code outside runs may not unlock
 
     def _path(self, name: str) -> Path:
         return self.location / name
