@@ -53,8 +53,8 @@ from pytorch_accel_lite.optimizers.param_group_options import Options, set_optio
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.request_and_config import DatedStateSource
-from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.step_division import numbers_of_shares
+from pytorch_accel_lite.run.run import Step, TrainerLike
+from pytorch_accel_lite.run.step_division import Division, numbers_of_shares
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import all_registered_objects
 from pytorch_accel_lite.run.trainer_parts.trained_objects import saved_optimizers
 from pytorch_accel_lite.run.training_state import TrainingState
@@ -95,9 +95,11 @@ def capture(
     tensors = {name: value for name, value in full.items() if fits_safetensors(value)}
     shared["model_extra"] = {name: value for name, value in full.items() if name not in tensors}
     run = trainer.current_run.training_run
-    shared |= trainer.division.capture(trainer.ranks, run.loss_trackers, run.step_metrics)
     large: dict[str, torch.Tensor] = {}
     shared["user_attributes"], own = run.user_attributes.capture(trainer)
+    _add_entries(shared, run.training_step, run.training_step.state_dict())
+    division = trainer.division
+    _add_entries(shared, division, division.capture(trainer.ranks, run.loss_trackers, run.step_metrics))
     shared = extract_tensors(storable(shared, "state"), shards, large)
     history = trainer.run_history
     shared["history"] = storable(pack_numbers(history.state_dict()), "state.history") if _is_saved(history) else None
@@ -133,7 +135,6 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         "objects": {name: obj.state_dict() for name, obj in all_registered_objects(trainer).items()},
         "trainability": capture_trainability(trainer),
         "losses": run.loss_trackers.summed(trainer.data_ranks),  # for another number of processes
-        **run.training_step.state_dict(),
         "schedule_shift": run.schedule.shift,
         "items_per_batch": run.window.items_per_batch,
         # loop/evaluation.py reads them when they begin.
@@ -142,6 +143,20 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         "counts_to_resume_from": run.counts_to_resume_from(trainer.run_history),
         **_position(trainer, is_local=False),
     }
+
+
+def _add_entries(shared: StateDict, part: Step | Division, entries: StateDict) -> None:
+    """Add the entries of a kind of step or of a division to the shared state, none of whose entries they may replace.
+
+    Raises:
+        ValueError: if they would; names them
+    """
+    if taken := sorted(entries.keys() & {*shared, FROZEN, "base", "history"}):
+        raise ValueError(
+            f"The state of {type(part).__name__} has {listed([repr(name) for name in taken])}, which training states "
+            "have already. Return it under another name."
+        )
+    shared |= entries
 
 
 def _settings_text(trainer: TrainerLike) -> str:
