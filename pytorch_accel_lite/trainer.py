@@ -19,6 +19,7 @@ from pytorch_accel_lite.base.arguments.checked_calls import checked_calls
 from pytorch_accel_lite.base.arguments.constructor_calls import LIBRARY_ATTRIBUTES
 from pytorch_accel_lite.base.arguments.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.display.reprs import join_wrapped, short_repr
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.machine.devices import launched_on_cpus
 from pytorch_accel_lite.base.missing_extensions import add_missing_method_errors
 from pytorch_accel_lite.base.modules.module_modes import without_gradients
@@ -46,7 +47,7 @@ from pytorch_accel_lite.data.dataloader_creation import (
     dataloader_for,
     default_loader_kwargs,
 )
-from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, Source
+from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, Source, dataset_of
 from pytorch_accel_lite.data.step_outputs import total_loss
 from pytorch_accel_lite.distributed import Ranks, launched_processes, shutdown
 from pytorch_accel_lite.distributed.accelerator import create_accelerator, find_unused_in_ddp
@@ -166,6 +167,16 @@ def _run_for_assignment(trainer: Trainer, loader_of: Literal["train", "eval"] | 
             f"running. Store your own loader under another name, and return it from create_{loader_of}_dataloader()."
         )
     return trainer.current_run
+
+
+def _warn_if_not_read(trainer: Trainer, name: str, dataset: Source, loader: Source) -> None:
+    """Warn of a dataset that a program assigns within a run, if the run has created its loader, of other data."""
+    read = dataset_of(getattr(loader, "source", loader))
+    if trainer.open_runs and loader is not None and dataset is not read and trainer.ranks.rank == 0:
+        warn_outside(
+            f"trainer.{name} = ... has no effect on the run in progress, which reads trainer.{name[:-3]}loader. Assign "
+            "a loader to that, or pass the dataset to the next run."
+        )
 
 
 @add_missing_method_errors
@@ -1109,6 +1120,7 @@ class Trainer:
     @train_dataset.setter
     def train_dataset(self, dataset: Source) -> None:
         _run_for_assignment(self).data.train_dataset = dataset
+        _warn_if_not_read(self, "train_dataset", dataset, self.train_dataloader)
 
     @property
     def eval_dataset(self) -> Source:
@@ -1118,6 +1130,7 @@ class Trainer:
     @eval_dataset.setter
     def eval_dataset(self, dataset: Source) -> None:
         _run_for_assignment(self).data.eval_dataset = dataset
+        _warn_if_not_read(self, "eval_dataset", dataset, self.eval_dataloader)
 
     @property
     def collate_fn(self) -> CollateFunction | None:
