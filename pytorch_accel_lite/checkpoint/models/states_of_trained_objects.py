@@ -24,6 +24,7 @@ from pytorch_accel_lite.checkpoint.models.weights import (
     sharded_like,
 )
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
+from pytorch_accel_lite.optimizers.optimizer_states import load_state_of
 from pytorch_accel_lite.optimizers.param_group_options import note_options, noted_options
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_modules
@@ -131,7 +132,7 @@ def undone_on_error(trainer: TrainerLike, optimizers: bool, schedulers: bool) ->
         yield
     except BaseException:
         for owner, state, noted in reversed(before):
-            owner.load_state_dict(state)
+            load_state_of(owner, state)
             if noted is not None:
                 note_options(owner, noted)
         raise
@@ -227,7 +228,7 @@ def _naming_owner(name: str, owner: Owner, source: StrPath) -> Iterator[None]:
     """Name the object whose state does not fit in the errors of a block."""
     try:
         yield
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"The {name} in {os.fspath(source)!r} does not fit the trainer's {type(owner).__name__}: {error}. Create "
             "it as it was when it was saved; saves_attributes = False in the trainer's class leaves out attributes."
