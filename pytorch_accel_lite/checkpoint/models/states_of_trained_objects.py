@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from pytorch_accel_lite.base.arguments.paths import StrPath
+from pytorch_accel_lite.base.display.shown_errors import add_note
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
 from pytorch_accel_lite.checkpoint.models.trainability import lacks_groups
@@ -258,7 +259,11 @@ def load_each(
     """Restore all owners of a kind from their states. If final, warn of owners without states, and the reverse."""
     for name, owner in owners.items():
         if name in states:
-            load(name, owner, states[name])
+            try:
+                load(name, owner, states[name])
+            except Exception as error:
+                add_note(error, f"In loading the state of the {kind} {name!r}.")
+                raise
         elif is_final:
             warn_outside(f"The training state holds nothing for the {kind} {name!r}.")
     for name in states.keys() - owners.keys() if is_final else ():

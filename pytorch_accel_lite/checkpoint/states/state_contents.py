@@ -25,12 +25,14 @@ from pytorch_accel_lite.checkpoint.disk.torch_files import storable
 from pytorch_accel_lite.checkpoint.models.frozen_weights import describe_other_weights, leave_out_frozen
 from pytorch_accel_lite.checkpoint.models.model_forms import base_of
 from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import (
+    fit_trained_object_states,
     load_each,
     load_loss_state,
     load_state,
     load_trained_object_states,
     loss_state,
     trained_object_states,
+    undone_on_error,
 )
 from pytorch_accel_lite.checkpoint.models.trainability import (
     add_missing_groups,
@@ -281,15 +283,18 @@ def restore_before_start(trainer: TrainerLike, state: TrainingState, with_schedu
     frozen_left_out = shared.get(FROZEN, {})
     weights = fit_model_state(model, read_weights(state, current), state.directory, frozen_left_out=frozen_left_out)
     _check_frozen_left_out(model, state, frozen_left_out)
-    for name, owner in _updated_objects(trainer).items():
-        if shared[name] is not None and owner is not None and (with_scheduler or name != "scheduler"):
-            if name == "optimizer" and lacks_groups(owner, shared[name]):
-                state.postponed.add(name)  # the starting events may add the missing groups
-                continue
-            load_state(name, owner, shared[name], state.directory)
+    loads_of_attributes = fit_trained_object_states(trainer, shared.get("attributes", {}), state.directory)
+    with undone_on_error(trainer, optimizers=True, schedulers=with_scheduler):
+        for name, owner in _updated_objects(trainer).items():
+            if shared[name] is not None and owner is not None and (with_scheduler or name != "scheduler"):
+                if name == "optimizer" and lacks_groups(owner, shared[name]):
+                    state.postponed.add(name)  # the starting events may add the missing groups
+                    continue
+                load_state(name, owner, shared[name], state.directory)
+        for load in loads_of_attributes:
+            load()
     model.load_state_dict(weights, strict=not frozen_left_out)
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
-    load_trained_object_states(trainer, shared.get("attributes", {}), state.directory)
     _restore_user_attributes(trainer, state, is_final=False)
     trainer.progress.load_state_dict(state.metadata["progress"])
     run = trainer.current_run
