@@ -7,7 +7,7 @@ module has.
 from __future__ import annotations
 
 import gc
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -20,15 +20,26 @@ from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import (
     all_registered_objects,
     buffers_in,
+    find_objects,
     instances_in,
-    other_modules,
     other_optimizers,
-    other_schedulers,
     parameters_in,
 )
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import all_optimized_parameters
 
 T = TypeVar("T")
+
+
+class SavedBeside(NamedTuple):
+    """What is saved beside the model, the loss function, the optimizer, the scheduler and registered objects.
+
+    Args:
+        trained: the result of ``trained_objects()``
+        loose: the result of ``loose_parameters()``
+    """
+
+    trained: dict[str, HasStateDict]
+    loose: dict[str, nn.Module | torch.Tensor]
 
 
 def unsaved_attribute_names(owner: TrainerLike | TrainerCallback) -> frozenset[str]:
@@ -70,20 +81,20 @@ def _without_unsaved(trainer: TrainerLike, values: dict[str, T]) -> dict[str, T]
 def _saved_or_unsaved(trainer: TrainerLike) -> dict[str, HasStateDict]:
     if not trainer.saves_attributes:
         return {}
-    schedulers = other_schedulers(trainer)
-    others = [module for module in other_modules(trainer).values() if module is not trainer.loss_func]
-    if not others and not schedulers and not other_optimizers(trainer):  # the usual case, which is fast
+    modules, optimizers, schedulers = find_objects(trainer)
+    others = [module for module in modules.values() if module is not trainer.loss_func]
+    if not others and not schedulers and not optimizers:  # the usual case, which is fast
         return {}
     optimized = set(map(id, all_optimized_parameters(trainer)))
     saved = set(map(id, [*all_registered_objects(trainer).values(), trainer.loss_func, trainer.scheduler]))
     seen = {id(parameter) for module in (trainer.model, trainer.loss_func) for parameter in parameters_in(module)}
     attributes: dict[str, HasStateDict] = {}
-    for name, module in other_modules(trainer).items():
+    for name, module in modules.items():
         parameters = set(map(id, parameters_in(module))) - seen
         if id(module) not in saved and parameters & optimized:
             attributes[name] = module
             seen |= parameters
-    attributes |= {name: value for name, value in other_optimizers(trainer).items() if id(value) not in saved}
+    attributes |= {name: value for name, value in optimizers.items() if id(value) not in saved}
     return attributes | {name: value for name, value in schedulers.items() if id(value) not in saved}
 
 
@@ -94,7 +105,18 @@ def loose_parameters(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor
     named by their first place in an optimizer, such as ``optimizer[0][3]``. A module that holds such parameters is
     returned in their place, because it may have buffers, too.
     """
-    places = {} if not trainer.saves_attributes else _places(trainer)
+    return _loose_beside(trainer, _saved_or_unsaved(trainer))
+
+
+def find_saved_beside(trainer: TrainerLike) -> SavedBeside:
+    """Return trained objects and loose parameters."""
+    beside = _saved_or_unsaved(trainer)
+    return SavedBeside(_without_unsaved(trainer, beside), _loose_beside(trainer, beside))
+
+
+def _loose_beside(trainer: TrainerLike, beside: dict[str, HasStateDict]) -> dict[str, nn.Module | torch.Tensor]:
+    """Return the loose parameters beside trained objects."""
+    places = {} if not trainer.saves_attributes else _places(trainer, beside)
     if not places:
         return {}
     found: dict[str, nn.Module | torch.Tensor] = {}
@@ -109,16 +131,11 @@ def loose_parameters(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor
     return _without_unsaved(trainer, found)
 
 
-def _places(trainer: TrainerLike) -> dict[str, torch.Tensor]:
+def _places(trainer: TrainerLike, beside: dict[str, HasStateDict]) -> dict[str, torch.Tensor]:
     """Return the optimized parameters outside all named objects that are saved, by their place in an optimizer."""
     groups = {} if not is_created(trainer.optimizer) else {"optimizer": trainer.optimizer}
     groups |= other_optimizers(trainer)
-    saved = [
-        trainer.model,
-        trainer.loss_func,
-        *_saved_or_unsaved(trainer).values(),
-        *all_registered_objects(trainer).values(),
-    ]
+    saved = [trainer.model, trainer.loss_func, *beside.values(), *all_registered_objects(trainer).values()]
     named = {id(parameter) for owner in saved for parameter in parameters_in(owner)}
     return {
         f"{name}[{number}][{index}]": parameter
@@ -174,7 +191,8 @@ def buffers_beside_model(trainer: TrainerLike) -> list[tuple[nn.Module, str]]:
 
     Each buffer is given by its module and name, because a forward pass may assign another tensor.
     """
-    owners = [*trained_objects(trainer).values(), *loose_parameters(trainer).values()]
+    trained, loose = find_saved_beside(trainer)
+    owners = [*trained.values(), *loose.values()]
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
     loss_buffers = buffers_in([trainer.loss_func]) if isinstance(trainer.loss_func, nn.Module) else []
     learned = set(map(id, learned_by_loss(trainer).values()))
