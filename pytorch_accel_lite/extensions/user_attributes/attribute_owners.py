@@ -11,7 +11,6 @@ from torch import nn
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import is_from_this_package, library_attributes
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import named_callbacks
-from pytorch_accel_lite.extension_tools.optimizers_and_gradients import all_registered_objects
 from pytorch_accel_lite.extension_tools.states_and_files import SavedBeside, unsaved_attribute_names
 
 #: The names of an owner and of one of its attributes.
@@ -67,8 +66,7 @@ def saved_elsewhere(trainer: TrainerLike, beside: SavedBeside) -> Callable[[obje
     """Return whether an object is saved elsewhere in a training state, or is a part of the run."""
     optimizer = trainer.optimizer
     roots: list[object] = [trainer.model, trainer.get_model(), trainer.loss_func]
-    roots += [*beside.trained.values(), *beside.loose.values()]
-    roots += all_registered_objects(trainer).values()
+    roots += [*beside.trained.values(), *beside.loose.values(), *beside.registered.values()]
     modules = [root for root in roots if isinstance(root, nn.Module)]
     objects = [
         trainer, trainer.accelerator, trainer.callback_handler, trainer.run_history, trainer.current_run, optimizer,

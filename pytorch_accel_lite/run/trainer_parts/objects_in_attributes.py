@@ -95,11 +95,6 @@ def _find(trainer: TrainerLike, is_wanted: Callable[[object], TypeGuard[T]]) -> 
     return result
 
 
-def parameters_in(owner: object) -> list[nn.Parameter]:
-    """Return the parameters of a module; none of anything else."""
-    return list(owner.parameters()) if isinstance(owner, nn.Module) else []
-
-
 def is_scheduler(value: object) -> TypeGuard[AttachedScheduler]:
     """Whether a value is a scheduler."""
     if isinstance(value, (nn.Module, Optimizer)):

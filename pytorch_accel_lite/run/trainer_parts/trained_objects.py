@@ -23,7 +23,6 @@ from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import (
     find_objects,
     instances_in,
     other_optimizers,
-    parameters_in,
 )
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import all_optimized_parameters
 
@@ -31,15 +30,17 @@ T = TypeVar("T")
 
 
 class SavedBeside(NamedTuple):
-    """What is saved beside the model, the loss function, the optimizer, the scheduler and registered objects.
+    """What is saved beside the model, the loss function, the optimizer and the scheduler, by name.
 
     Args:
         trained: the result of ``trained_objects()``
         loose: the result of ``loose_parameters()``
+        registered: the result of ``all_registered_objects()``
     """
 
     trained: dict[str, HasStateDict]
     loose: dict[str, nn.Module | torch.Tensor]
+    registered: dict[str, HasStateDict]
 
 
 def unsaved_attribute_names(owner: TrainerLike | TrainerCallback) -> frozenset[str]:
@@ -87,10 +88,10 @@ def _saved_or_unsaved(trainer: TrainerLike) -> dict[str, HasStateDict]:
         return {}
     optimized = set(map(id, all_optimized_parameters(trainer)))
     saved = set(map(id, [*all_registered_objects(trainer).values(), trainer.loss_func, trainer.scheduler]))
-    seen = {id(parameter) for module in (trainer.model, trainer.loss_func) for parameter in parameters_in(module)}
+    seen = {id(parameter) for module in (trainer.model, trainer.loss_func) for parameter in _parameters_in(module)}
     attributes: dict[str, HasStateDict] = {}
     for name, module in modules.items():
-        parameters = set(map(id, parameters_in(module))) - seen
+        parameters = set(map(id, _parameters_in(module))) - seen
         if id(module) not in saved and parameters & optimized:
             attributes[name] = module
             seen |= parameters
@@ -105,18 +106,19 @@ def loose_parameters(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor
     named by their first place in an optimizer, such as ``optimizer[0][3]``. A module that holds such parameters is
     returned in their place, because it may have buffers, too.
     """
-    return _loose_beside(trainer, _saved_or_unsaved(trainer))
+    return find_saved_beside(trainer).loose
 
 
 def find_saved_beside(trainer: TrainerLike) -> SavedBeside:
-    """Return trained objects and loose parameters."""
-    beside = _saved_or_unsaved(trainer)
-    return SavedBeside(_without_unsaved(trainer, beside), _loose_beside(trainer, beside))
+    """Return what is saved beside the model."""
+    trained, registered = _saved_or_unsaved(trainer), all_registered_objects(trainer)
+    loose = _loose_beside(trainer, [*trained.values(), *registered.values()]) if trainer.saves_attributes else {}
+    return SavedBeside(_without_unsaved(trainer, trained), _without_unsaved(trainer, loose), registered)
 
 
-def _loose_beside(trainer: TrainerLike, beside: dict[str, HasStateDict]) -> dict[str, nn.Module | torch.Tensor]:
-    """Return the loose parameters beside trained objects."""
-    places = {} if not trainer.saves_attributes else _places(trainer, beside)
+def _loose_beside(trainer: TrainerLike, others: list[HasStateDict]) -> dict[str, nn.Module | torch.Tensor]:
+    """Return the optimized parameters outside the model and other objects, or the modules that hold them."""
+    places = _places(trainer, others)
     if not places:
         return {}
     found: dict[str, nn.Module | torch.Tensor] = {}
@@ -128,15 +130,15 @@ def _loose_beside(trainer: TrainerLike, beside: dict[str, HasStateDict]) -> dict
             owner = parameter if id(parameter) in own else holders.get(id(parameter), parameter)
             found[own.get(id(parameter), place)] = owner
             covered |= _ids(owner) | {id(parameter)}
-    return _without_unsaved(trainer, found)
+    return found
 
 
-def _places(trainer: TrainerLike, beside: dict[str, HasStateDict]) -> dict[str, torch.Tensor]:
-    """Return the optimized parameters outside all named objects that are saved, by their place in an optimizer."""
+def _places(trainer: TrainerLike, others: list[HasStateDict]) -> dict[str, torch.Tensor]:
+    """Return the optimized parameters outside the model and other saved objects, by their place in an optimizer."""
     groups = {} if not is_created(trainer.optimizer) else {"optimizer": trainer.optimizer}
     groups |= other_optimizers(trainer)
-    saved = [trainer.model, trainer.loss_func, *beside.values(), *all_registered_objects(trainer).values()]
-    named = {id(parameter) for owner in saved for parameter in parameters_in(owner)}
+    saved = [trainer.model, trainer.loss_func, *others]
+    named = {id(parameter) for owner in saved for parameter in _parameters_in(owner)}
     return {
         f"{name}[{number}][{index}]": parameter
         for name, optimizer in groups.items()
@@ -165,7 +167,7 @@ def _find_holders(parameters: frozenset[int], in_model: set[int]) -> dict[int, n
         if not issubclass(type(module), nn.Module) or "_parameters" not in vars(module):
             continue
         held = _ids(module)
-        trainable = {id(parameter) for parameter in parameters_in(module) if parameter.requires_grad}
+        trainable = {id(parameter) for parameter in _parameters_in(module) if parameter.requires_grad}
         if held & parameters and trainable <= parameters and not held & in_model:
             for parameter in held & parameters:
                 size = sizes.get(parameter, -1)
@@ -183,7 +185,12 @@ def _is_around(module: nn.Module, other: nn.Module) -> bool:
 
 
 def _ids(owner: object) -> set[int]:
-    return set(map(id, parameters_in(owner)))
+    return set(map(id, _parameters_in(owner)))
+
+
+def _parameters_in(owner: object) -> list[nn.Parameter]:
+    """Return the parameters of a module; none of anything else."""
+    return list(owner.parameters()) if isinstance(owner, nn.Module) else []
 
 
 def buffers_beside_model(trainer: TrainerLike) -> list[tuple[nn.Module, str]]:
@@ -191,8 +198,8 @@ def buffers_beside_model(trainer: TrainerLike) -> list[tuple[nn.Module, str]]:
 
     Each buffer is given by its module and name, because a forward pass may assign another tensor.
     """
-    trained, loose = find_saved_beside(trainer)
-    owners = [*trained.values(), *loose.values()]
+    beside = find_saved_beside(trainer)
+    owners = [*beside.trained.values(), *beside.loose.values()]
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
     loss_buffers = buffers_in([trainer.loss_func]) if isinstance(trainer.loss_func, nn.Module) else []
     learned = set(map(id, learned_by_loss(trainer).values()))
