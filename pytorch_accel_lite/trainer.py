@@ -1270,7 +1270,7 @@ class Trainer:
     @reserved
     def _check_scheduler(self, request: RunRequest) -> None:
         """Check that the scheduler can be stepped as the run requests."""
-        schedule_checks.check_scheduler(self, request)
+        schedule_checks.check_scheduler(self, request, "scheduler_step" in self.current_run.overridden)
 
     @reserved
     def _step_after_epoch(self) -> None:
