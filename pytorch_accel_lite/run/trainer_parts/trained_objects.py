@@ -18,11 +18,11 @@ from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import (
+    ObjectsInAttributes,
     all_registered_objects,
     buffers_in,
     find_objects,
     instances_in,
-    other_optimizers,
 )
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import all_optimized_parameters
 
@@ -64,7 +64,8 @@ def trained_objects(trainer: TrainerLike) -> dict[str, HasStateDict]:
     Excludes attributes that are always saved: the model, the loss function and their parts, the optimizer, registered
     objects.
     """
-    return _without_unsaved(trainer, _saved_or_unsaved(trainer))
+    trained = _trained(trainer, find_objects(trainer)) if trainer.saves_attributes else {}
+    return _without_unsaved(trainer, trained)
 
 
 def saved_optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
@@ -79,10 +80,9 @@ def _without_unsaved(trainer: TrainerLike, values: dict[str, T]) -> dict[str, T]
     return {name: value for name, value in values.items() if name.partition(".")[0] not in left_out}
 
 
-def _saved_or_unsaved(trainer: TrainerLike) -> dict[str, HasStateDict]:
-    if not trainer.saves_attributes:
-        return {}
-    modules, optimizers, schedulers = find_objects(trainer)
+def _trained(trainer: TrainerLike, objects: ObjectsInAttributes) -> dict[str, HasStateDict]:
+    """Return the objects in attributes that are trained, in ``unsaved_attributes`` or not."""
+    modules, optimizers, schedulers = objects
     others = [module for module in modules.values() if module is not trainer.loss_func]
     if not others and not schedulers and not optimizers:  # the usual case, which is fast
         return {}
@@ -111,16 +111,19 @@ def loose_parameters(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor
 
 def find_saved_beside(trainer: TrainerLike) -> SavedBeside:
     """Return what is saved beside the model."""
-    trained, registered = _saved_or_unsaved(trainer), all_registered_objects(trainer)
-    loose = _loose_beside(trainer, [*trained.values(), *registered.values()]) if trainer.saves_attributes else {}
+    registered = all_registered_objects(trainer)
+    trained: dict[str, HasStateDict] = {}
+    loose: dict[str, nn.Module | torch.Tensor] = {}
+    if trainer.saves_attributes:
+        objects = find_objects(trainer)
+        trained = _trained(trainer, objects)
+        places = _places(trainer, [*trained.values(), *registered.values()], objects.optimizers)
+        loose = _owners(trainer, places) if places else {}
     return SavedBeside(_without_unsaved(trainer, trained), _without_unsaved(trainer, loose), registered)
 
 
-def _loose_beside(trainer: TrainerLike, others: list[HasStateDict]) -> dict[str, nn.Module | torch.Tensor]:
-    """Return the optimized parameters outside the model and other objects, or the modules that hold them."""
-    places = _places(trainer, others)
-    if not places:
-        return {}
+def _owners(trainer: TrainerLike, places: dict[str, torch.Tensor]) -> dict[str, nn.Module | torch.Tensor]:
+    """Return loose parameters, given by their places in optimizers, or the modules that hold them."""
     found: dict[str, nn.Module | torch.Tensor] = {}
     own = {id(value): name for name, value in instances_in(trainer, torch.Tensor).items()}
     holders = _holders(trainer, frozenset({id(p) for p in places.values()} - own.keys()))
@@ -133,10 +136,12 @@ def _loose_beside(trainer: TrainerLike, others: list[HasStateDict]) -> dict[str,
     return found
 
 
-def _places(trainer: TrainerLike, others: list[HasStateDict]) -> dict[str, torch.Tensor]:
+def _places(
+    trainer: TrainerLike, others: list[HasStateDict], optimizers: dict[str, Optimizer]
+) -> dict[str, torch.Tensor]:
     """Return the optimized parameters outside the model and other saved objects, by their place in an optimizer."""
     groups = {} if not is_created(trainer.optimizer) else {"optimizer": trainer.optimizer}
-    groups |= other_optimizers(trainer)
+    groups |= optimizers
     saved = [trainer.model, trainer.loss_func, *others]
     named = {id(parameter) for owner in saved for parameter in _parameters_in(owner)}
     return {
