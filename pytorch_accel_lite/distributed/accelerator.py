@@ -10,9 +10,17 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 
+from pytorch_accel_lite.base.machine.devices import launched_on_cpus
+
 _OF_A_TRAINER = "_was_created_by_a_trainer"  # marks the states of accelerators that trainers created
 _ARE_OF_PROCESS = type(vars(AcceleratorState)["_shared_state"]) is dict  # not per thread, as on TPUs
 _num_in_effect = 0  # how many runs have their trainer's settings in effect
+
+
+def default_accelerator(precision: str | None) -> Accelerator:
+    """Return the accelerator of a trainer without a user's own. Gradients are reduced in place, without copies."""
+    in_place = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    return Accelerator(mixed_precision=precision, cpu=launched_on_cpus(), kwargs_handlers=[in_place])
 
 
 def create_accelerator(create: Callable[[], Accelerator], precision: str | None) -> Accelerator:

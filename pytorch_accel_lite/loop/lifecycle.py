@@ -73,7 +73,7 @@ def find_sharding(trainer: TrainerLike, run: Run) -> Sharding | None:
         ValueError: if the extension for it is missing
     """
     will_be = "parallelize_model" in run.overridden or tensor_parallel_size(trainer.accelerator) > 1
-    return SHARDING.get("A run of a sharded model") if will_be or trainer.is_sharded else None
+    return SHARDING.get("A run of a sharded model") if trainer.is_sharded or will_be else None
 
 
 @contextmanager

@@ -138,12 +138,14 @@ def train_epoch(trainer: TrainerLike, run: Run) -> bool:
 
 def _begin_train_epoch(trainer: TrainerLike, run: Run) -> ShardedLoader:
     """Fire the starting events of the steps of an epoch, and return the loader to read."""
+    # The two starting events may reset what a state has restored, so a resumed run restores it once more after them.
     options = options_before_epoch(trainer, run)
     trainer.train_epoch_start()
     run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
     if trainer.callback_handler.listeners["on_train_epoch_start"]:
         call_start_event(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
+    # Noted here, as a run whose state is restored no longer knows that it is resumed.
     run.loop.must_sync_at_start = run.resumed is not None
     end_resuming(trainer, run, options)
     loader = run.data.train_loader
