@@ -84,7 +84,6 @@ from pytorch_accel_lite.optimizers.optimizer_types import (
 )
 from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
-from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.ending.stop_errors import RunPausedError
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.goodput import Goodput
@@ -95,7 +94,7 @@ from pytorch_accel_lite.run.metrics.metrics_seam import METRICS
 from pytorch_accel_lite.run.metrics.watched_metric import latest_metric
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
-from pytorch_accel_lite.run.run import Run, Step
+from pytorch_accel_lite.run.run import CompiledForwardLike, Run, Step
 from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.scheduler_stepping import step_after_epoch, step_timms_after_epoch
 from pytorch_accel_lite.run.step_division import create_division
