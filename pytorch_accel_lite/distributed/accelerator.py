@@ -58,6 +58,20 @@ def find_unused_in_ddp(accelerator: Accelerator) -> None:
 
 
 @contextmanager
+def replacing_method(accelerator: Accelerator, name: str, method: Callable[..., object]) -> Iterator[None]:
+    """Within a block, give an accelerator another method, in place of that of its class or one that it has itself."""
+    attributes = vars(accelerator)
+    before = attributes.get(name)
+    attributes[name] = method
+    try:
+        yield
+    finally:
+        attributes[name] = before
+        if before is None:
+            del attributes[name]
+
+
+@contextmanager
 def in_effect(accelerator: Accelerator) -> Iterator[None]:
     """Make Accelerate use the settings of an accelerator within a block."""
     global _num_in_effect
