@@ -130,8 +130,7 @@ def prepare_data(
     """Seed the generators, and create the loaders, whose order may depend on the seed or on the resumed state."""
     _set_seeds(trainer, run)
     data = run.data
-    create_train_loader(trainer, run, batch_size, train_kwargs)
-    check_gives_batches(data.required_train_loader, "train_dataset")
+    check_gives_batches(create_train_loader(trainer, run, batch_size, train_kwargs), "train_dataset")
     data.eval_arguments = DataArguments(
         data.eval_dataset, batch_size, eval_kwargs, data.collate_fn, run.request.auto_microbatch
     )
