@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
+from torch.nn.parallel import DistributedDataParallel
+
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.sources import BatchOutput
@@ -35,11 +37,20 @@ from pytorch_accel_lite.run.trainer_parts.optimizer_modes import set_optimizer_m
 
 
 def begin_training(trainer: TrainerLike, run: Run) -> None:
-    """Start the clock, schedule the evaluations, and let the step prepare for its first batch."""
+    """Start the clock, plan the evaluations and the first update, and let the step prepare for its first batch."""
     run.control.start_clock()
     begin_evaluations(run)
     run.loop.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
+    _plan_first_update(trainer, run)
     run.training_step.begin(trainer, run)
+
+
+def _plan_first_update(trainer: TrainerLike, run: Run) -> None:
+    """Plan what only the first update needs: a warm-up of DDP before it, and a comparison of replicas after it."""
+    run.loop.must_compare_replicas = trainer.check_replicas and run.ranks.world_size > 1
+    run.loop.updates_at_start = run.progress.update
+    reorders = isinstance(trainer.model, DistributedDataParallel) and run.ranks.world_size > 2
+    run.loop.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0
 
 
 def train(trainer: TrainerLike, run: Run) -> None:
