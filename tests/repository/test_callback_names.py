@@ -117,7 +117,8 @@ def test_callbacks_import_only_what_users_can_import(name):
 
 def test_extensions_read_only_documented_attributes_of_runs():
     """Of trainers, they read what ``TrainerLike`` has."""
-    for name, (kind, names) in ((name, read) for name in IN_EXTENSIONS for read in reads(parsed(FILES[name]))):
+    read = [(name, *found) for name in IN_EXTENSIONS for found in reads(parsed(FILES[name]))]
+    for name, kind, names in read:
         if kind is Run:
             assert names[0] in documented(Run), (name, names[0])
             continue
