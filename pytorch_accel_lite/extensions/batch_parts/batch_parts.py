@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain, pairwise
 
 import torch
@@ -84,21 +85,39 @@ def merge_outputs(outputs: Sequence[BatchOutput]) -> BatchOutput:
     if len(outputs) == 1:
         return outputs[0]
     shares = _shares(outputs, "num_items_in_batch" if "num_items_in_batch" in outputs[0] else "batch_size")
+    sizes = [output["batch_size"] for output in outputs]
     merged: BatchOutput = {}
     for key in outputs[0]:
         values = [output[key] for output in outputs]
         if key in ("batch_size", "num_items_in_batch"):
             merged[key] = sum(values)
         elif key == "loss":
-            merged[key] = _mean(values, shares)
+            merged[key] = _merge_losses(values, shares, sizes)
         elif key == "losses":
             names = dict.fromkeys(chain.from_iterable(values))
-            merged[key] = {name: _mean([losses.get(name, 0) for losses in values], shares) for name in names}
+            merged[key] = {
+                name: _merge_losses([losses.get(name, 0) for losses in values], shares, sizes) for name in names
+            }
         elif all(map(is_number, values)):
             merged[key] = _mean(values, _shares(outputs, "batch_size"))
         else:
-            merged[key] = _join(values, _shares(outputs, "batch_size"), [output["batch_size"] for output in outputs])
+            merged[key] = _join(values, _shares(outputs, "batch_size"), sizes)
     return merged
+
+
+def _merge_losses(losses: list[Tree], shares: list[Count], sizes: list[int]) -> Tree:
+    """Return the mean of the losses of the parts. Losses of each sample, as in evaluation, are put together."""
+    has_rows = [isinstance(loss, torch.Tensor) and loss.ndim > 0 for loss in losses]
+    if all(has_rows) and [len(loss) for loss in losses] == sizes:
+        with suppress(RuntimeError):  # rows may have other lengths in each part
+            return torch.cat(losses)
+    if any(has_rows):
+        losses = [_mean_of_rows(loss) if has else loss for loss, has in zip(losses, has_rows, strict=True)]
+    return _mean(losses, shares)
+
+
+def _mean_of_rows(losses: torch.Tensor) -> torch.Tensor:
+    return (losses if losses.is_floating_point() else losses.float()).mean()  # samples may be right or wrong
 
 
 def _join(values: list[Tree], shares: list[Count], sizes: list[int]) -> Tree:

@@ -83,6 +83,17 @@ def test_merged_outputs_are_those_of_the_whole():
     assert merged["text"] is None
 
 
+def test_losses_of_each_sample_are_put_together():
+    losses = torch.arange(10.0).reshape(5, 2)
+    parts = [losses[:2], losses[2:]]
+    merged = merge_outputs([{"loss": p, "losses": {"right": p[:, 0] > 3}, "batch_size": len(p)} for p in parts])
+    assert torch.equal(merged["loss"], losses)
+    assert merged["losses"]["right"].tolist() == [False, False, True, True, True]
+    ragged = [torch.ones(2, 1), torch.zeros(3, 4)]
+    merged = merge_outputs([{"loss": loss, "batch_size": len(loss)} for loss in ragged])
+    torch.testing.assert_close(merged["loss"], torch.tensor(2 / 5))
+
+
 @pytest.mark.parametrize("count", [int, float, torch.tensor], ids=["int", "float", "tensor"])
 def test_the_mean_of_a_part_without_items_does_not_count(count):
     losses = {0: torch.tensor(math.nan), 3: torch.tensor(1.0)}
