@@ -63,7 +63,7 @@ def _split_batch(batch: BatchData, parts: int, size: int) -> list[tuple[BatchDat
             f"A batch of type {type(batch).__name__} cannot be split into micro-batches: nothing in it has an element "
             f"for each of its {size} samples. {WHAT_CAN_BE_SPLIT}"
         )
-    parts = min(parts, size)
+    parts = max(min(parts, size), 1)  # collate_fn may have left out all samples
     bounds = [size * part // parts for part in range(parts + 1)]
     return [(slice_batch(batch, begin, end, size), end - begin) for begin, end in pairwise(bounds)]
 
