@@ -29,9 +29,15 @@ from pytorch_accel_lite.extension_tools.plain_types import Tree
 
 
 def split_into_parts(batch: Batch, parts: int) -> list[Batch]:
-    """Split a batch into parts that together weigh as much in the window as the full batch."""
-    if parts <= 1 or batch.is_filler:
+    """Split a batch into parts that together weigh as much in the window as the full batch.
+
+    A filler batch has no weight. If it repeats a full batch, as in streams, only its first part is computed.
+    """
+    if parts <= 1 or (batch.is_filler and batch.indices is not None):
         return [batch]
+    if batch.is_filler:
+        first = _split_batch(batch.data, parts, infer_batch_size(batch.data))[0]
+        return [batch._replace(data=first[0])]
     begin = 0
     pieces: list[Batch] = []
     for data, size in _split_batch(batch.data, parts, infer_batch_size(batch.data, batch.num_samples)):
