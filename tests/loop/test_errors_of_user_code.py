@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 import traceback
@@ -82,3 +83,10 @@ def test_an_evaluation_metric_is_absent_before_the_first():
     looks = listener(on_train_epoch_end=lambda trainer: trainer.run_history.get_latest_metric("eval_loss_epoch"))
     with pytest.raises(ValueError, match="There has been no evaluation yet, which follows on_train_epoch_end"):
         train(make_trainer([looks]), eval_dataset=True)
+
+
+def test_text_that_the_output_cannot_encode_ends_no_run():
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    with contextlib.redirect_stdout(output):
+        train(make_trainer([listener(on_train_epoch_end=lambda trainer: trainer.print("100 µs", 3))]))
+    assert output.buffer.getvalue() == b"100 \\xb5s 3\n"
