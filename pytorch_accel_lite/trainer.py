@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
@@ -20,7 +19,6 @@ from pytorch_accel_lite.base.arguments.constructor_calls import LIBRARY_ATTRIBUT
 from pytorch_accel_lite.base.arguments.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.display.reprs import join_wrapped, short_repr
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
-from pytorch_accel_lite.base.machine.devices import launched_on_cpus
 from pytorch_accel_lite.base.missing_extensions import add_missing_method_errors
 from pytorch_accel_lite.base.modules.module_modes import without_gradients
 from pytorch_accel_lite.base.modules.sharded_weights import is_sharded
@@ -50,7 +48,7 @@ from pytorch_accel_lite.data.dataloader_creation import (
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, Source, dataset_of
 from pytorch_accel_lite.data.step_outputs import total_loss
 from pytorch_accel_lite.distributed import Ranks, launched_processes, shutdown
-from pytorch_accel_lite.distributed.accelerator import create_accelerator, find_unused_in_ddp
+from pytorch_accel_lite.distributed.accelerator import create_accelerator, default_accelerator, find_unused_in_ddp
 from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.closures import replaying_step
@@ -76,6 +74,7 @@ from pytorch_accel_lite.loop.guards import (
     schedule_checks,
     trainer_arguments,
 )
+from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients, take_step
 from pytorch_accel_lite.optimizers.optimizer_types import (
@@ -87,7 +86,6 @@ from pytorch_accel_lite.optimizers.optimizer_types import (
 )
 from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
-from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.ending.stop_errors import RunPausedError
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.goodput import Goodput
@@ -98,7 +96,7 @@ from pytorch_accel_lite.run.metrics.metrics_seam import METRICS
 from pytorch_accel_lite.run.metrics.watched_metric import latest_metric
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
-from pytorch_accel_lite.run.run import Run, Step
+from pytorch_accel_lite.run.run import CompiledForwardLike, Run, Step
 from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.scheduler_stepping import step_after_epoch, step_timms_after_epoch
 from pytorch_accel_lite.run.step_division import create_division
@@ -905,10 +903,8 @@ class Trainer:
         """
 
     def _create_accelerator(self) -> Accelerator:
-        """Create the ``Accelerator`` if none was passed. Gradients are reduced in place, without copies."""
-        in_place = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-        precision = self._requested_precision
-        return Accelerator(mixed_precision=precision, cpu=launched_on_cpus(), kwargs_handlers=[in_place])
+        """Create the ``Accelerator`` if none was passed."""
+        return default_accelerator(self._requested_precision)
 
     def _create_callback_handler(self) -> CallbackHandler:
         """Create what calls the callbacks, with those that environment variables add."""
@@ -1065,8 +1061,13 @@ class Trainer:
         return tuple(self.callback_handler)
 
     def print(self, *args: object, **kwargs: Any) -> None:
-        """Print once on every machine."""
-        self.accelerator.print(*args, **kwargs)
+        """Print once on every machine. What the encoding of the output lacks is escaped, and ends no run."""
+        try:
+            self.accelerator.print(*args, **kwargs)
+        except UnicodeEncodeError as error:
+            encoding = error.encoding
+            escaped = (str(arg).encode(encoding, "backslashreplace").decode(encoding) for arg in args)
+            self.accelerator.print(*escaped, **kwargs)
 
     # ---------------------------------------------------------------------------- the current or last run
 
@@ -1143,12 +1144,13 @@ class Trainer:
 
     @property
     def train_dataloader(self) -> ShardedLoader | None:
-        """The loader of this process's training batches. It can be replaced during a run."""
+        """The loader of this process's training batches. During a run, it can be replaced for the next epoch."""
         return self.current_run.data.train_loader
 
     @train_dataloader.setter
     def train_dataloader(self, loader: Source) -> None:
-        _run_for_assignment(self, loader_of="train").data.train_loader = loader
+        run = _run_for_assignment(self, loader_of="train")
+        run.data.train_loader = None if loader is None else loader_of_run(self, run, loader, training=True)
 
     @property
     def eval_dataloader(self) -> ShardedLoader | None:
@@ -1157,7 +1159,8 @@ class Trainer:
 
     @eval_dataloader.setter
     def eval_dataloader(self, loader: Source) -> None:
-        _run_for_assignment(self, loader_of="eval").data.eval_loader = loader
+        run = _run_for_assignment(self, loader_of="eval")
+        run.data.eval_loader = None if loader is None else loader_of_run(self, run, loader, training=False)
 
     @property
     def eval_dataloaders(self) -> list[ShardedLoader]:
@@ -1211,7 +1214,7 @@ class Trainer:
 
     @Shadowable
     def gradient_norm(self) -> torch.Tensor:
-        """The total norm of the gradients of an update, before clipping by norm, as a tensor on the device.
+        """The total norm of the gradients of an update, before they are clipped, as a tensor on the device.
 
         For use in ``on_optimizer_step_start``. The same on all processes, and computed when first accessed. In an
         overridden ``train_step``, it is the norm for the optimizer being updated.
@@ -1286,7 +1289,7 @@ class Trainer:
     @reserved
     def _check_scheduler(self, request: RunRequest) -> None:
         """Check that the scheduler can be stepped as the run requests."""
-        schedule_checks.check_scheduler(self, request)
+        schedule_checks.check_scheduler(self, request, "scheduler_step" in self.current_run.overridden)
 
     @reserved
     def _step_after_epoch(self) -> None:

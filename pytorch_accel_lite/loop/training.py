@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
+from torch.nn.parallel import DistributedDataParallel
+
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.sources import BatchOutput
@@ -26,7 +28,6 @@ from pytorch_accel_lite.loop.resuming import (
     print_state_contents,
     resumed_run_is_over,
 )
-from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.run.error_notes_seam import add_error_notes
 from pytorch_accel_lite.run.loop_state import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase
@@ -36,11 +37,20 @@ from pytorch_accel_lite.run.trainer_parts.optimizer_modes import set_optimizer_m
 
 
 def begin_training(trainer: TrainerLike, run: Run) -> None:
-    """Start the clock, schedule the evaluations, and let the step prepare for its first batch."""
+    """Start the clock, plan the evaluations and the first update, and let the step prepare for its first batch."""
     run.control.start_clock()
     begin_evaluations(run)
     run.loop.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
+    _plan_first_update(trainer, run)
     run.training_step.begin(trainer, run)
+
+
+def _plan_first_update(trainer: TrainerLike, run: Run) -> None:
+    """Plan what only the first update needs: a warm-up of DDP before it, and a comparison of replicas after it."""
+    run.loop.must_compare_replicas = trainer.check_replicas and run.ranks.world_size > 1
+    run.loop.updates_at_start = run.progress.update
+    reorders = isinstance(trainer.model, DistributedDataParallel) and run.ranks.world_size > 2
+    run.loop.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0
 
 
 def train(trainer: TrainerLike, run: Run) -> None:
@@ -122,7 +132,8 @@ def train_epoch(trainer: TrainerLike, run: Run) -> bool:
         whether the run has made all its updates, if their number was given
     """
     limit = run.request.max_num_train_steps or math.inf
-    loader = _begin_train_epoch(trainer, run)
+    _begin_train_epoch(trainer, run)
+    loader = run.data.required_train_loader
     min_share = min_share_for_batch_norm(trainer, run)
     run.batch_number = run.progress.step
     length = steps_of_stream(run, loader)  # now, as a stream may learn its length by being read
@@ -136,21 +147,19 @@ def train_epoch(trainer: TrainerLike, run: Run) -> bool:
     return run.progress.update >= limit
 
 
-def _begin_train_epoch(trainer: TrainerLike, run: Run) -> ShardedLoader:
-    """Fire the starting events of the steps of an epoch, and return the loader to read."""
+def _begin_train_epoch(trainer: TrainerLike, run: Run) -> None:
+    """Fire the starting events of the steps of an epoch."""
+    # The two starting events may reset what a state has restored, so a resumed run restores it once more after them.
     options = options_before_epoch(trainer, run)
     trainer.train_epoch_start()
     run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
     if trainer.callback_handler.listeners["on_train_epoch_start"]:
         call_start_event(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
+    # Noted here, as a run whose state is restored no longer knows that it is resumed.
     run.loop.must_sync_at_start = run.resumed is not None
     end_resuming(trainer, run, options)
-    loader = run.data.train_loader
-    if not isinstance(loader, ShardedLoader):  # a callback has set trainer.train_dataloader
-        run.data.train_loader = loader = loader_of_run(trainer, run, loader, training=True)
     set_optimizer_modes(trainer, training=True)
-    return loader
 
 
 def _end_train_epoch(trainer: TrainerLike, run: Run) -> None:
@@ -200,7 +209,7 @@ def _steps_until_reread(
                 if not run.training_step.recover(trainer, run, error):
                     raise
                 return False
-            if run.loop.must_compare_replicas and progress.update:
+            if run.loop.must_compare_replicas and progress.update > run.loop.updates_at_start:
                 run.loop.must_compare_replicas = False
                 trainer.compare_replicas()
             if loader.is_outdated:

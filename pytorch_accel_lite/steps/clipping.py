@@ -13,9 +13,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.amp.grad_scaler import OptState
 
 from pytorch_accel_lite.base.modules.sharded_weights import are_sharded, local_shard
+from pytorch_accel_lite.distributed.accelerator import replacing_method
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
-from pytorch_accel_lite.run.run import ClippingOrder, TrainerLike
+from pytorch_accel_lite.run.run import ClippingOrder, Run, TrainerLike
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import updated_parameters
 
 #: Returns the total norm of gradients.
@@ -76,7 +77,7 @@ def _clip_norm(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tens
 
 
 def total_norm(trainer: TrainerLike) -> torch.Tensor:
-    """Return the total norm of the gradients of an update, before clipping by norm; computed once per update."""
+    """Return the total norm of the gradients of an update, before they are clipped; computed once per update."""
     run = trainer.current_run
     if run.training_step.gradient_norm is None:
         # If optimizers are updated one by one, the gradients of this one are unscaled already.
@@ -100,10 +101,17 @@ def unscale(trainer: TrainerLike) -> None:
         accelerator.unscale_gradients(trainer.optimizer)
 
 
-def clip_as_overridden(trainer: TrainerLike) -> None:
-    """Call an overridden ``clip_gradients`` on unscaled gradients, whether it uses functions of torch or Accelerate."""
-    with _unscaled(trainer):
+def clip_after_norm(trainer: TrainerLike, run: Run) -> None:
+    """Clip gradients by value or as overridden, which loses their norm: compute it before, if callbacks may read it.
+
+    The gradients are unscaled, whether an overridden ``clip_gradients`` uses functions of torch or of Accelerate.
+    """
+    is_read = bool(trainer.callback_handler.listeners["on_optimizer_step_start"])
+    norm = total_norm(trainer) if is_read else None
+    with _unscaled(trainer) if trainer.accelerator.scaler is not None else nullcontext():
         trainer.clip_gradients()
+    if norm is not None:
+        run.training_step.gradient_norm = norm
 
 
 @contextmanager
@@ -111,16 +119,8 @@ def _unscaled(trainer: TrainerLike) -> Iterator[None]:
     """Within a block, gradients are unscaled, and Accelerate's functions that clip do not unscale them again."""
     if not trainer.current_run.training_step.updates_one_by_one:  # such a step has unscaled them
         unscale(trainer)
-    overriding = vars(trainer.accelerator)
-    before = overriding.get("unscale_gradients")
-    overriding["unscale_gradients"] = _leave_unscaled
-    try:
+    with replacing_method(trainer.accelerator, "unscale_gradients", _leave_unscaled):
         yield
-    finally:
-        if before is None:
-            del overriding["unscale_gradients"]
-        else:
-            overriding["unscale_gradients"] = before
 
 
 def _leave_unscaled(optimizer: object = None) -> None:
