@@ -91,6 +91,7 @@ OFFERED: dict[str, tuple[str, ...]] = {
     "remote": (),
     "reports": ("callbacks.PlotMetricsCallback", "callbacks.RunLogCallback", "callbacks.ShowOutputsCallback"),
     "sanity_check": (),
+    "schedule_preview": ("schedulers.schedule_values",),
     "sharding": (),
     "shuffled_streams": ("data.ShuffledStream",),
     "slurm": (),
@@ -111,7 +112,7 @@ ARGUMENTS = {"logical_processes": "logical", "metrics": "metrics"}
 #: The extensions that another one needs: it uses their public names, and is deleted with them.
 NEEDED = {
     "advice": ("monitoring",),
-    "checking": ("trials",),
+    "checking": ("schedule_preview", "trials"),
     "experiment": ("metrics_file", "plots", "predictions", "worst_samples"),
     "failed_batches": ("batch_parts",),
     "logical": ("batch_parts", "sharding"),
@@ -119,6 +120,7 @@ NEEDED = {
     "metrics_file": ("step_logging",),
     "mixtures": ("streams",),
     "momentum_teacher": ("model_ema",),
+    "plots": ("schedule_preview",),
     "progress_table": ("progress_bar",),
     "recorded_settings": ("data_fingerprints",),
     "reports": ("plots",),
