@@ -83,6 +83,7 @@ OFFERED: dict[str, tuple[str, ...]] = {
         "callbacks.read_predictions",
     ),
     "pretrained": (),
+    "printed_states": ("checkpoint.print_contents",),
     "profiling": ("callbacks.ProfilerCallback", "callbacks.TimingCallback"),
     "progress_bar": ("callbacks.ProgressBarCallback",),
     "progress_table": ("callbacks.ProgressTableCallback",),
@@ -113,7 +114,7 @@ ARGUMENTS = {"logical_processes": "logical", "metrics": "metrics"}
 NEEDED = {
     "advice": ("monitoring",),
     "checking": ("schedule_preview", "trials"),
-    "experiment": ("metrics_file", "plots", "predictions", "worst_samples"),
+    "experiment": ("metrics_file", "plots", "predictions", "printed_states", "worst_samples"),
     "failed_batches": ("batch_parts",),
     "logical": ("batch_parts", "sharding"),
     "memory_estimate": ("finetuning", "model_ema", "sharding", "trials"),

@@ -26,8 +26,17 @@ from pytorch_accel_lite.checkpoint.models.supported_engines import (
     refuse_fsdp1,
 )
 from pytorch_accel_lite.checkpoint.models.weights import full_state_dict, sharded_like, verify_weights, without_compile
+from pytorch_accel_lite.checkpoint.states.manifest import (
+    MANIFEST,
+    DamagedStateError,
+    read_manifest,
+    stored_checksum,
+    verify_state,
+)
+from pytorch_accel_lite.checkpoint.states.state_files import MODEL, open_state, read_weights
 from pytorch_accel_lite.checkpoint.states.state_store import remove_old_states, state_name
-from pytorch_accel_lite.checkpoint.stores_by_url import open_store
+from pytorch_accel_lite.checkpoint.stores_by_url import local_copy, open_store
+from pytorch_accel_lite.run.step_division import DIVISIONS
 from pytorch_accel_lite.run.trainer_parts.trained_objects import (
     buffers_beside_model,
     loose_parameters,
@@ -37,11 +46,12 @@ from pytorch_accel_lite.run.trainer_parts.trained_objects import (
 )
 
 __all__ = [
-    "BackgroundWriter", "FROZEN", "buffers_beside_model", "check_has_trainable", "check_states_are_possible",
-    "every_part_is_held", "find_tensors", "full_state_dict", "is_of_peft", "is_of_timm", "leave_out_frozen",
-    "load_plain", "loose_parameters", "model_checksums", "open_store", "refuse_engines", "refuse_fsdp1",
-    "remove_old_states", "saved_optimizers", "sharded_like", "state_name", "trained_objects",
-    "unsaved_attribute_names", "verify_weights", "weight_checksums", "without_compile", "write_bytes",
+    "BackgroundWriter", "DIVISIONS", "DamagedStateError", "FROZEN", "MANIFEST", "MODEL", "buffers_beside_model",
+    "check_has_trainable", "check_states_are_possible", "every_part_is_held", "find_tensors", "full_state_dict",
+    "is_of_peft", "is_of_timm", "leave_out_frozen", "load_plain", "local_copy", "loose_parameters", "model_checksums",
+    "open_state", "open_store", "read_manifest", "read_weights", "refuse_engines", "refuse_fsdp1",
+    "remove_old_states", "saved_optimizers", "sharded_like", "state_name", "stored_checksum", "trained_objects",
+    "unsaved_attribute_names", "verify_state", "verify_weights", "weight_checksums", "without_compile", "write_bytes",
 ]  # fmt: skip
 
 
