@@ -35,7 +35,7 @@ from pytorch_accel_lite.callbacks import (
     StopTrainingError,
     TerminateOnNaNCallback,
 )
-from pytorch_accel_lite.callbacks.batch_limits import LIMIT_BATCHES_ENV_VAR, limit_from_environment
+from pytorch_accel_lite.callbacks.default_callbacks import ADDED_TO_EACH_TRAINER
 from pytorch_accel_lite.checkpoint import loading, saving
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
@@ -897,10 +897,10 @@ class Trainer:
         return Accelerator(mixed_precision=precision, cpu=launched_on_cpus(), kwargs_handlers=[in_place])
 
     def _create_callback_handler(self) -> CallbackHandler:
-        """Create what calls the callbacks, with those that environment variables add."""
+        """Create what calls the callbacks, with those that extensions add."""
         handler = CallbackHandler(self._callbacks)
-        if LIMIT_BATCHES_ENV_VAR in os.environ:
-            handler.add_callbacks(limit_from_environment())
+        for create in ADDED_TO_EACH_TRAINER:
+            handler.add_callbacks(create())
         return handler
 
     def _create_run_config(self, per_device_batch_size: int, **settings: Any) -> TrainerRunConfig:

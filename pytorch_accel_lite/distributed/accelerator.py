@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, parse_flag_from_env
+
+from pytorch_accel_lite.base.machine.devices import launched_on_cpus
 
 _OF_A_TRAINER = "_was_created_by_a_trainer"  # marks the states of accelerators that trainers created
 _ARE_OF_PROCESS = type(vars(AcceleratorState)["_shared_state"]) is dict  # not per thread, as on TPUs
@@ -64,3 +66,8 @@ def in_effect(accelerator: Accelerator) -> Iterator[None]:
     finally:
         _num_in_effect -= 1
         AcceleratorState._shared_state = before
+
+
+def current_process() -> PartialState:
+    """Return the state of this process, consistent with an ``Accelerator`` that may be created later."""
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or launched_on_cpus())

@@ -24,7 +24,6 @@ from torch.utils.data import (
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import OwnShard
-from pytorch_accel_lite.utils import DataLoaderSlice
 from tests.launching import SOAK, some_of
 from tests.ranks import OrderedStream, Recorder, rank, shared_folder, world_size
 from tests.small_models import (
@@ -150,8 +149,10 @@ def test_callbacks_see_the_dataset_of_a_loader():
     assert trainer.evaluate().keys() == {"a_evaluation_loss", "b_evaluation_loss"}
 
 
-@pytest.mark.extension("streams")
+@pytest.mark.extension("pytorch_accelerated", "streams")
 def test_an_overridden_method_wraps_the_loader():
+    from pytorch_accel_lite.utils import DataLoaderSlice
+
     class Short(Trainer):
         def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
             return DataLoaderSlice(super().create_train_dataloader(batch_size, train_dl_kwargs), 1)

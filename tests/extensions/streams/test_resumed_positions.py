@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import LimitBatchesCallback
 from tests.ranks import OrderedStream, Recorder, shared_folder
 from tests.ranks import rank as own_rank
 from tests.ranks import world_size as job_size
@@ -152,6 +151,8 @@ def test_resuming_an_unsuitable_stream_is_explained(tmp_path):
 
 def resumed_streams() -> Any:
     """Streams go on with other batch sizes, own batches after as many as there were; both may have too few."""
+    from pytorch_accel_lite.callbacks import LimitBatchesCallback
+
     results = {}
 
     def run(name, data, batch_size, callbacks=(), trainer_class=Trainer, **kwargs):
@@ -184,6 +185,7 @@ def resumed_streams() -> Any:
     return results
 
 
+@pytest.mark.extension("pytorch_accelerated")
 @pytest.mark.thorough
 @pytest.mark.processes
 def test_streams_and_own_batches_continue_on_several_processes(ranks):
