@@ -503,6 +503,7 @@ def test_a_launch_that_accelerate_does_not_see_is_refused():
 LAUNCHERS = {"torchrun": [*TORCHRUN, "2"], "accelerate": ACCELERATE}
 
 
+@pytest.mark.extension("pytorch_accelerated")
 @only_with_soak
 @pytest.mark.parametrize("how", ["closed", "by itself"])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
