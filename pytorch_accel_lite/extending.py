@@ -19,9 +19,10 @@ from pytorch_accel_lite.checkpoint.states.state_files import CapturedState, read
 from pytorch_accel_lite.checkpoint.states.state_store import StateStore
 from pytorch_accel_lite.checkpoint.stores_by_url import STORES, Store, read_state
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batch_adapter import BatchAdapter, LossFunction
+from pytorch_accel_lite.data.batch_adapter import BatchAdapter
 from pytorch_accel_lite.data.batches import Share
 from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SHARED_DATA_CHECKS, SequentialReader
+from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.shares import Shares
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed import Ranks

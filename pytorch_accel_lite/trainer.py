@@ -39,13 +39,14 @@ from pytorch_accel_lite.callbacks.default_callbacks import ADDED_TO_EACH_TRAINER
 from pytorch_accel_lite.checkpoint import loading, saving
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
-from pytorch_accel_lite.data.batch_adapter import BatchAdapter, LossFunction
+from pytorch_accel_lite.data.batch_adapter import BatchAdapter
 from pytorch_accel_lite.data.dataloader_creation import (
     DEFAULT_BATCH_SIZE,
     LoaderKwargs,
     dataloader_for,
     default_loader_kwargs,
 )
+from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, Source
 from pytorch_accel_lite.data.step_outputs import total_loss
 from pytorch_accel_lite.distributed import Ranks, launched_processes, shutdown

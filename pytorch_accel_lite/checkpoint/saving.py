@@ -26,7 +26,7 @@ from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.disk.atomic_files import replacing
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
-from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN, write_checkpoint
+from pytorch_accel_lite.checkpoint.disk.checkpoint_files import LEFT_OUT, write_checkpoint
 from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, seal
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import write_sealed, write_tensors
 from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks
@@ -63,7 +63,7 @@ _ENTRIES_OF_CHECKPOINTS = frozenset(
         "scheduler_state_dict",
         "loss_func_state_dict",
         "attribute_state_dicts",
-        FROZEN,
+        LEFT_OUT,
     }
 )
 #: The ends of the names of files with weights, in other programs.
@@ -147,9 +147,9 @@ def _attempt_to_save_checkpoint(
         _warn_of_weights(trainer, "save_checkpoint")
         weights = model_state(model, writes)
         checkpoint: StateDict = {"model_state_dict": weights}
-        frozen_left_out = leave_out_frozen(model, weights, only_quantised=not trainable_only) if writes else {}
-        if frozen_left_out:
-            checkpoint[FROZEN] = frozen_left_out
+        left_out = leave_out_frozen(model, weights, only_quantised=not trainable_only) if writes else {}
+        if left_out:
+            checkpoint[LEFT_OUT] = left_out
         state = None if trainer.optimizer is None or not save_optimizer else trainer.optimizer.state_dict()
         if state is not None:  # an optimizer that is not created yet has no state
             checkpoint["optimizer_state_dict"] = full_state_dict(state, writes)
@@ -238,10 +238,8 @@ def _attempt_to_save_model(
         def write() -> None:
             has_form = write_beside is not None and not trainable_only
             writer = find_writer(trainer, model) if has_form else None
-            frozen_left_out = (
-                {} if writer is not None else leave_out_frozen(model, weights, only_quantised=not trainable_only)
-            )
-            metadata = {FROZEN: json.dumps(frozen_left_out)} if frozen_left_out else {}
+            left_out = {} if writer is not None else leave_out_frozen(model, weights, only_quantised=not trainable_only)
+            metadata = {LEFT_OUT: json.dumps(left_out)} if left_out else {}
             if isinstance(location, (Path, str)):
                 _write_weights(weights, location, metadata, write_beside, writer)
                 if write_beside is not None and writer is None and isinstance(location, Path):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batch_adapter import LossFunction
+from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 from pytorch_accel_lite.run.accumulation import Count
 

@@ -19,8 +19,8 @@ from pytorch_accel_lite.checkpoint.disk.checksums import verify, verify_content
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import WholeFile, open_tensors
 from pytorch_accel_lite.checkpoint.disk.torch_files import load_plain, storable, write_plain
 
-#: The entry of a checkpoint with the checksums of weights that were left out.
-FROZEN = "frozen_weights"
+#: The entry of a checkpoint or a state with the checksums of weights that were left out: frozen and quantised ones.
+LEFT_OUT = "frozen_weights"
 
 
 def write_checkpoint(checkpoint: StateDict, path: PathOrFile) -> None:
@@ -67,7 +67,7 @@ def read_checkpoint(path: PathOrFile, *, is_verified: bool = False) -> StateDict
     if Path(path).suffix == ".safetensors":
         _, metadata = open_tensors(path)
         weights = safetensors.torch.load_file(path)
-        return {"model_state_dict": weights, FROZEN: json.loads(metadata.get(FROZEN, "{}"))}
+        return {"model_state_dict": weights, LEFT_OUT: json.loads(metadata.get(LEFT_OUT, "{}"))}
     return _entries_of(load_plain(Path(path)), os.fspath(path))
 
 
@@ -82,7 +82,7 @@ def _read_open(file: IO[bytes]) -> StateDict:
         except safetensors.SafetensorError as error:
             raise ValueError(f"The file {name!r} is damaged, or not a safetensors file. {error}") from error
         metadata = json.loads(content[8 : 8 + length]).get("__metadata__", {})
-        return {"model_state_dict": weights, FROZEN: json.loads(metadata.get(FROZEN, "{}"))}
+        return {"model_state_dict": weights, LEFT_OUT: json.loads(metadata.get(LEFT_OUT, "{}"))}
     verify_content(content, name, is_safetensors=False)
     if zipfile.is_zipfile(io.BytesIO(content)):
         with zipfile.ZipFile(io.BytesIO(content)) as archive:

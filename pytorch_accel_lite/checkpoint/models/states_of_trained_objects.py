@@ -15,14 +15,9 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 from pytorch_accel_lite.base.arguments.paths import StrPath
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
+from pytorch_accel_lite.checkpoint.models.optimizer_states import load_optimizer_state
 from pytorch_accel_lite.checkpoint.models.trainability import lacks_groups
-from pytorch_accel_lite.checkpoint.models.weights import (
-    fit_model_state,
-    full_state_dict,
-    load_optimizer_state,
-    model_state,
-    sharded_like,
-)
+from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, full_state_dict, model_state, sharded_like
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.param_group_options import note_options, noted_options
 from pytorch_accel_lite.run.run import TrainerLike

@@ -12,7 +12,7 @@ from pytorch_accel_lite.extension_tools.arguments_and_errors import parse_locati
 from pytorch_accel_lite.extension_tools.plain_types import JsonObject, StrPath
 from pytorch_accel_lite.extension_tools.states_and_files import (
     DIVISIONS,
-    FROZEN,
+    LEFT_OUT,
     MANIFEST,
     MODEL,
     DamagedStateError,
@@ -72,8 +72,8 @@ def print_contents(state: StrPath) -> None:
     print(f"weights: {len(weights)} tensors, {count:,} numbers, checksum {checksum}")
     if in_shards := [name for name in manifest["files"] if name.startswith("shards")]:
         print(f"in shards: tensors of the weights, the optimizer and the callbacks, in {len(in_shards)} files")
-    if frozen_left_out := shared.get(FROZEN):
-        print(f"left out: {len(frozen_left_out)} frozen tensors, which the resumed program must create itself")
+    if left_out := shared.get(LEFT_OUT):
+        print(f"left out: {len(left_out)} frozen tensors, which the resumed program must create itself")
     print("also: " + ", ".join(name for name in ("optimizer", "scheduler", "scaler") if shared[name] is not None))
     for title in ("attributes", "callbacks", "objects", "extra"):
         if shared.get(title):
