@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from pytorch_accel_lite.base.arguments.argument_checks import check_dict
 from pytorch_accel_lite.base.arguments.paths import (
@@ -88,6 +89,27 @@ def _timed(trainer: TrainerLike) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _saving(
+    trainer: TrainerLike, method: str, argument: str, target: PathOrFile, writes: bool, trainable_only: bool
+) -> Iterator[tuple[nn.Module, StateDict]]:
+    """Check a method's arguments, and yield the model and its full state to a block that saves them.
+
+    Args:
+        argument: the method's name for ``target``
+        writes: whether this process writes
+    """
+    with naming_call(trainer.ranks, f"{method}()"):
+        check_on_all_ranks(trainer.ranks, lambda: check_open_file(argument, target, to_write=True) if writes else None)
+    refuse_fsdp1(trainer.accelerator, f"{method}()")
+    model = trainer.get_model(keep_torch_compile=False)
+    if trainable_only:
+        check_has_trainable(model)
+    with _timed(trainer), evaluating_optimizers(trainer):
+        _warn_of_weights(trainer, method)
+        yield model, model_state(model, writes)
+
+
 def _check_entries(checkpoint_kwargs: StateDict | None, taken: Collection[str], called: str) -> StateDict:
     """Return a copy of a user's entries for a file, or raise an error if one has the name of an entry of the file."""
     kwargs = check_dict("checkpoint_kwargs", checkpoint_kwargs)
@@ -116,53 +138,31 @@ def save_checkpoint(
     else:
         save_per_node = False
     kwargs = _check_entries(checkpoint_kwargs, _ENTRIES_OF_CHECKPOINTS, "a checkpoint")
-    trainer.ranks.repeatable(
-        lambda: _attempt_to_save_checkpoint(
-            trainer, target, kwargs, save_optimizer, save_scheduler, save_per_node, trainable_only
-        )
-    )
 
+    def attempt() -> None:
+        writes = trainer.accelerator.is_local_main_process if save_per_node else trainer.accelerator.is_main_process
+        if save_optimizer:
+            refuse_engines(trainer.accelerator, "save_checkpoint(save_optimizer=True)", "Pass save_optimizer=False.")
+        with _saving(trainer, "save_checkpoint", "save_path", target, writes, trainable_only) as (model, weights):
+            checkpoint: StateDict = {"model_state_dict": weights}
+            left_out = leave_out_frozen(model, weights, only_quantised=not trainable_only) if writes else {}
+            if left_out:
+                checkpoint[LEFT_OUT] = left_out
+            state = None if trainer.optimizer is None or not save_optimizer else trainer.optimizer.state_dict()
+            if state is not None:  # an optimizer that is not created yet has no state
+                checkpoint["optimizer_state_dict"] = full_state_dict(state, writes)
+            if save_scheduler and trainer.scheduler is not None:
+                checkpoint["scheduler_state_dict"] = trainer.scheduler.state_dict()
+            if learned := loss_state(trainer):
+                checkpoint["loss_func_state_dict"] = learned
+            others = trainer.current_run.user_attributes.changed_modules(trainer)
+            if states := trained_object_states(trainer, writes, save_optimizer, save_scheduler, others):
+                checkpoint["attribute_state_dicts"] = states
+            checkpoint.update(kwargs)
+            trainer.ranks.barrier()  # other processes may still be reading the old file
+            trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, target) if writes else None)
 
-def _attempt_to_save_checkpoint(
-    trainer: TrainerLike,
-    target: PathOrFile,
-    checkpoint_kwargs: dict[str, object],
-    save_optimizer: bool,
-    save_scheduler: bool,
-    save_per_node: bool,
-    trainable_only: bool,
-) -> None:
-    writes = trainer.accelerator.is_local_main_process if save_per_node else trainer.accelerator.is_main_process
-    with naming_call(trainer.ranks, "save_checkpoint()"):
-        check_on_all_ranks(
-            trainer.ranks, lambda: check_open_file("save_path", target, to_write=True) if writes else None
-        )
-    if save_optimizer:
-        refuse_engines(trainer.accelerator, "save_checkpoint(save_optimizer=True)", "Pass save_optimizer=False.")
-    refuse_fsdp1(trainer.accelerator, "save_checkpoint()")
-    model = trainer.get_model(keep_torch_compile=False)
-    if trainable_only:
-        check_has_trainable(model)
-    with _timed(trainer), evaluating_optimizers(trainer):
-        _warn_of_weights(trainer, "save_checkpoint")
-        weights = model_state(model, writes)
-        checkpoint: StateDict = {"model_state_dict": weights}
-        left_out = leave_out_frozen(model, weights, only_quantised=not trainable_only) if writes else {}
-        if left_out:
-            checkpoint[LEFT_OUT] = left_out
-        state = None if trainer.optimizer is None or not save_optimizer else trainer.optimizer.state_dict()
-        if state is not None:  # an optimizer that is not created yet has no state
-            checkpoint["optimizer_state_dict"] = full_state_dict(state, writes)
-        if save_scheduler and trainer.scheduler is not None:
-            checkpoint["scheduler_state_dict"] = trainer.scheduler.state_dict()
-        if learned := loss_state(trainer):
-            checkpoint["loss_func_state_dict"] = learned
-        others = trainer.current_run.user_attributes.changed_modules(trainer)
-        if states := trained_object_states(trainer, writes, save_optimizer, save_scheduler, others):
-            checkpoint["attribute_state_dicts"] = states
-        checkpoint.update(checkpoint_kwargs)
-        trainer.ranks.barrier()  # other processes may still be reading the old file
-        trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, target) if writes else None)
+    trainer.ranks.repeatable(attempt)
 
 
 def _split(location: Path | str) -> tuple[Path | str, str]:
@@ -224,15 +224,7 @@ def _attempt_to_save_model(
     """
     location = parse_location(path) if isinstance(path, (str, os.PathLike)) else path
     writes = trainer.accelerator.is_main_process
-    with naming_call(trainer.ranks, "save_model()"):
-        check_on_all_ranks(trainer.ranks, lambda: check_open_file("path", path, to_write=True) if writes else None)
-    refuse_fsdp1(trainer.accelerator, "save_model()")
-    model = trainer.get_model(keep_torch_compile=False)
-    if trainable_only:
-        check_has_trainable(model)
-    with _timed(trainer), evaluating_optimizers(trainer):
-        _warn_of_weights(trainer, "save_model")
-        weights = model_state(model, keep=writes)
+    with _saving(trainer, "save_model", "path", path, writes, trainable_only) as (model, weights):
         _say_what_is_unsaved(trainer, name_of(path))
 
         def write() -> None:

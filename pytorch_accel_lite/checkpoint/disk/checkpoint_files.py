@@ -6,6 +6,7 @@ import io
 import json
 import os
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -67,7 +68,7 @@ def read_checkpoint(path: PathOrFile, *, is_verified: bool = False) -> StateDict
     if Path(path).suffix == ".safetensors":
         _, metadata = open_tensors(path)
         weights = safetensors.torch.load_file(path)
-        return {"model_state_dict": weights, LEFT_OUT: json.loads(metadata.get(LEFT_OUT, "{}"))}
+        return checkpoint_of(weights, metadata)
     return _entries_of(load_plain(Path(path)), os.fspath(path))
 
 
@@ -82,7 +83,7 @@ def _read_open(file: IO[bytes]) -> StateDict:
         except safetensors.SafetensorError as error:
             raise ValueError(f"The file {name!r} is damaged, or not a safetensors file. {error}") from error
         metadata = json.loads(content[8 : 8 + length]).get("__metadata__", {})
-        return {"model_state_dict": weights, LEFT_OUT: json.loads(metadata.get(LEFT_OUT, "{}"))}
+        return checkpoint_of(weights, metadata)
     verify_content(content, name, is_safetensors=False)
     if zipfile.is_zipfile(io.BytesIO(content)):
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -92,6 +93,11 @@ def _read_open(file: IO[bytes]) -> StateDict:
                     "position at which it was written, and keep other checkpoints in files of their own."
                 )
     return _entries_of(load_plain(io.BytesIO(content), name=name), name)
+
+
+def checkpoint_of(weights: StateDict, metadata: Mapping[str, str]) -> StateDict:
+    """Return weights as the content of a checkpoint, given the metadata of their safetensors file."""
+    return {"model_state_dict": weights, LEFT_OUT: json.loads(metadata.get(LEFT_OUT, "{}"))}
 
 
 def _entries_of(checkpoint: Tree, name: str) -> StateDict:

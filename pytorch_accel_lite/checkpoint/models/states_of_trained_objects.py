@@ -133,16 +133,10 @@ def undone_on_error(trainer: TrainerLike, optimizers: bool, schedulers: bool) ->
 
 
 def load_trained_object_states(
-    trainer: TrainerLike,
-    states: Mapping[str, Tree],
-    source: StrPath,
-    optimizers: bool = True,
-    schedulers: bool = True,
-    strict: bool = True,
-    is_final: bool = False,
+    trainer: TrainerLike, states: Mapping[str, Tree], source: StrPath, is_final: bool = False
 ) -> None:
     """Restore the attributes from their states, as ``fit_trained_object_states()`` describes."""
-    for load in fit_trained_object_states(trainer, states, source, optimizers, schedulers, strict, is_final):
+    for load in fit_trained_object_states(trainer, states, source, is_final=is_final):
         load()
 
 

@@ -23,7 +23,7 @@ from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.modules.unwrapping import without_compile
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
-from pytorch_accel_lite.checkpoint.disk.checkpoint_files import LEFT_OUT
+from pytorch_accel_lite.checkpoint.disk.checkpoint_files import checkpoint_of
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors
 from pytorch_accel_lite.checkpoint.disk.shards import find_tensors, gather_tensor, is_sharded_tensor
@@ -204,7 +204,7 @@ def read_pretrained(directory: Path, model: nn.Module) -> StateDict:
     tensors = without_compile(dict(named))
     read = {id(tensors[name]): value for name, value in weights.items() if name in tensors}
     tied = {name: read[id(tensor)] for name, tensor in tensors.items() if name in current and id(tensor) in read}
-    return {"model_state_dict": tied | weights, LEFT_OUT: json.loads(metadata.get(LEFT_OUT, "{}"))}
+    return checkpoint_of(tied | weights, metadata)
 
 
 def sharded_like(like: torch.Tensor | None, value: Tree) -> Tree:
