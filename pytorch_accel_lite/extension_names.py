@@ -13,6 +13,7 @@ OFFERED: dict[str, tuple[str, ...]] = {
     "common_mistakes": (),
     "compiled_step": (),
     "data_fingerprints": (),
+    "elastic_schedules": (),
     "energy": ("callbacks.EnergyCallback",),
     "error_notes": (),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),

@@ -1,4 +1,4 @@
-"""Schedules by name, the base classes of schedules, schedules after epochs, or of a metric, and previews."""
+"""Schedules by name, the base classes of schedules, schedules after epochs, or of a metric."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepL
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
+from pytorch_accel_lite.extending import SCHEDULE_RECREATION
 from pytorch_accel_lite.schedulers import SchedulerBase, StatefulSchedulerBase
 from pytorch_accel_lite.schedulers.schedule_arguments import NAMED_SCHEDULES
 from tests.launching import some_of
@@ -144,6 +145,16 @@ def saved_run(folder: Path, factory: Any, *callbacks: Any, resume_from: Any = No
     """A run that saves a training state after each update, in ``folder/states``."""
     saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1, save_at_end=False)
     return run(factory, saving, *callbacks, resume_from=resume_from, **kwargs)
+
+
+def test_a_schedule_for_other_epochs_needs_an_extension(tmp_path, monkeypatch):
+    monkeypatch.setattr(SCHEDULE_RECREATION, "content", None)
+    factory = partial(StepLR, step_size=2)
+    saved_run(tmp_path, factory, epochs=1)
+    with pytest.raises(
+        ValueError, match=r"^Resuming a schedule with 2 updates in an epoch instead of 3 belongs to the"
+    ):
+        run(factory, resume_from=tmp_path / "states" / "update-000000002", per_device_batch_size=4)
 
 
 # ----------------------------------------------------------------------------------------- bad input
