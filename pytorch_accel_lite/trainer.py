@@ -76,6 +76,7 @@ from pytorch_accel_lite.loop.guards import (
     schedule_checks,
     trainer_arguments,
 )
+from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients, take_step
 from pytorch_accel_lite.optimizers.optimizer_types import (
@@ -1128,12 +1129,13 @@ class Trainer:
 
     @property
     def train_dataloader(self) -> ShardedLoader | None:
-        """The loader of this process's training batches. It can be replaced during a run."""
+        """The loader of this process's training batches. During a run, it can be replaced for the next epoch."""
         return self.current_run.data.train_loader
 
     @train_dataloader.setter
     def train_dataloader(self, loader: Source) -> None:
-        _run_for_assignment(self, loader_of="train").data.train_loader = loader
+        run = _run_for_assignment(self, loader_of="train")
+        run.data.train_loader = None if loader is None else loader_of_run(self, run, loader, training=True)
 
     @property
     def eval_dataloader(self) -> ShardedLoader | None:
@@ -1142,7 +1144,8 @@ class Trainer:
 
     @eval_dataloader.setter
     def eval_dataloader(self, loader: Source) -> None:
-        _run_for_assignment(self, loader_of="eval").data.eval_loader = loader
+        run = _run_for_assignment(self, loader_of="eval")
+        run.data.eval_loader = None if loader is None else loader_of_run(self, run, loader, training=False)
 
     @property
     def eval_dataloaders(self) -> list[ShardedLoader]:
@@ -1196,7 +1199,7 @@ class Trainer:
 
     @Shadowable
     def gradient_norm(self) -> torch.Tensor:
-        """The total norm of the gradients of an update, before clipping by norm, as a tensor on the device.
+        """The total norm of the gradients of an update, before they are clipped, as a tensor on the device.
 
         For use in ``on_optimizer_step_start``. The same on all processes, and computed when first accessed. In an
         overridden ``train_step``, it is the norm for the optimizer being updated.

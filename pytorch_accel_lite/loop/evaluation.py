@@ -86,6 +86,7 @@ def evaluate_all(trainer: TrainerLike, run: Run, kind: EvaluationKind) -> dict[s
                 run.goodput.counting("evaluation"),
                 trainer.callback_handler.timing("evaluation"),
                 prefixing_metric_names(trainer.run_history, prefix),
+                replaced(loader, limit=loader.limit),  # a callback that limits it, and then fails, may be caught
                 _loss_in_evaluation_mode(trainer),
             ):
                 run.completes_evaluation = kind == EvaluationKind.OF_RUN and number == len(loaders)

@@ -226,5 +226,6 @@ def _record_settings(trainer: TrainerLike, run: Run) -> None:
 def _plan_first_update(trainer: TrainerLike, run: Run) -> None:
     """Plan what only the first update needs: a warm-up of DDP before it, and a comparison of replicas after it."""
     run.loop.must_compare_replicas = trainer.check_replicas and run.ranks.world_size > 1
+    run.loop.updates_at_start = run.progress.update
     reorders = isinstance(trainer.model, DistributedDataParallel) and run.ranks.world_size > 2
     run.loop.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0

@@ -26,7 +26,6 @@ from pytorch_accel_lite.loop.resuming import (
     print_state_contents,
     resumed_run_is_over,
 )
-from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.run.error_notes_seam import add_error_notes
 from pytorch_accel_lite.run.loop_state import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase
@@ -122,7 +121,8 @@ def train_epoch(trainer: TrainerLike, run: Run) -> bool:
         whether the run has made all its updates, if their number was given
     """
     limit = run.request.max_num_train_steps or math.inf
-    loader = _begin_train_epoch(trainer, run)
+    _begin_train_epoch(trainer, run)
+    loader = run.data.required_train_loader
     min_share = min_share_for_batch_norm(trainer, run)
     run.batch_number = run.progress.step
     length = steps_of_stream(run, loader)  # now, as a stream may learn its length by being read
@@ -136,8 +136,8 @@ def train_epoch(trainer: TrainerLike, run: Run) -> bool:
     return run.progress.update >= limit
 
 
-def _begin_train_epoch(trainer: TrainerLike, run: Run) -> ShardedLoader:
-    """Fire the starting events of the steps of an epoch, and return the loader to read."""
+def _begin_train_epoch(trainer: TrainerLike, run: Run) -> None:
+    """Fire the starting events of the steps of an epoch."""
     options = options_before_epoch(trainer, run)
     trainer.train_epoch_start()
     run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
@@ -146,11 +146,7 @@ def _begin_train_epoch(trainer: TrainerLike, run: Run) -> ShardedLoader:
     check_global_modes(trainer, run)
     run.loop.must_sync_at_start = run.resumed is not None
     end_resuming(trainer, run, options)
-    loader = run.data.train_loader
-    if not isinstance(loader, ShardedLoader):  # a callback has set trainer.train_dataloader
-        run.data.train_loader = loader = loader_of_run(trainer, run, loader, training=True)
     set_optimizer_modes(trainer, training=True)
-    return loader
 
 
 def _end_train_epoch(trainer: TrainerLike, run: Run) -> None:
@@ -200,7 +196,7 @@ def _steps_until_reread(
                 if not run.training_step.recover(trainer, run, error):
                     raise
                 return False
-            if run.loop.must_compare_replicas and progress.update:
+            if run.loop.must_compare_replicas and progress.update > run.loop.updates_at_start:
                 run.loop.must_compare_replicas = False
                 trainer.compare_replicas()
             if loader.is_outdated:

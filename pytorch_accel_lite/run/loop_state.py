@@ -38,6 +38,7 @@ class LoopState:
         global_modes: settings of torch after the starting events
         must_warm_up_ddp: whether ``DistributedDataParallel`` still has to arrange its gradients
         must_compare_replicas: whether the first update still has to be compared between the processes
+        updates_at_start: the number of updates that the run has resumed from
         without_gradient: the parameters that had no gradient on this process in the first update
         must_sync_at_start: whether the processes synchronise at the start of the next step, because a callback of a
             resumed run may stop it there: the saved run had come to the stop, but not ended yet
@@ -48,5 +49,6 @@ class LoopState:
     global_modes: GlobalModes | None = None
     must_warm_up_ddp: bool = False
     must_compare_replicas: bool = False
+    updates_at_start: int = 0
     without_gradient: list[nn.Parameter] = field(default_factory=list)
     must_sync_at_start: bool = False

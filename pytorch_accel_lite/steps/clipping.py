@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import OptState
 from pytorch_accel_lite.base.modules.sharded_weights import are_sharded, local_shard
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
-from pytorch_accel_lite.run.run import ClippingOrder, TrainerLike
+from pytorch_accel_lite.run.run import ClippingOrder, Run, TrainerLike
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import updated_parameters
 
 #: Returns the total norm of gradients.
@@ -76,7 +76,7 @@ def _clip_norm(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tens
 
 
 def total_norm(trainer: TrainerLike) -> torch.Tensor:
-    """Return the total norm of the gradients of an update, before clipping by norm; computed once per update."""
+    """Return the total norm of the gradients of an update, before they are clipped; computed once per update."""
     run = trainer.current_run
     if run.training_step.gradient_norm is None:
         # If optimizers are updated one by one, the gradients of this one are unscaled already.
@@ -100,10 +100,17 @@ def unscale(trainer: TrainerLike) -> None:
         accelerator.unscale_gradients(trainer.optimizer)
 
 
-def clip_as_overridden(trainer: TrainerLike) -> None:
-    """Call an overridden ``clip_gradients`` on unscaled gradients, whether it uses functions of torch or Accelerate."""
-    with _unscaled(trainer):
+def clip_after_norm(trainer: TrainerLike, run: Run) -> None:
+    """Clip gradients by value or as overridden, which loses their norm: compute it before, if callbacks may read it.
+
+    The gradients are unscaled, whether an overridden ``clip_gradients`` uses functions of torch or of Accelerate.
+    """
+    is_read = bool(trainer.callback_handler.listeners["on_optimizer_step_start"])
+    norm = total_norm(trainer) if is_read else None
+    with _unscaled(trainer) if trainer.accelerator.scaler is not None else nullcontext():
         trainer.clip_gradients()
+    if norm is not None:
+        run.training_step.gradient_norm = norm
 
 
 @contextmanager

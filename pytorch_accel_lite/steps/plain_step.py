@@ -18,7 +18,7 @@ from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
 from pytorch_accel_lite.run.scheduler_stepping import step_after_update
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import parameters_not_in_model
 from pytorch_accel_lite.run.trainer_parts.trained_objects import buffers_beside_model
-from pytorch_accel_lite.steps.clipping import clip_as_overridden, unscale
+from pytorch_accel_lite.steps.clipping import clip_after_norm, unscale
 from pytorch_accel_lite.steps.skipped_updates import step_or_tell_scaler
 
 
@@ -91,8 +91,8 @@ class PlainStep(Step):
         run.window.finish(trainer.optimizer)
         self.gradient_norm = None
         self.skips_update, self.can_skip_update = False, True
-        if "clip_gradients" in run.overridden and trainer.accelerator.scaler is not None:
-            clip_as_overridden(trainer)
+        if run.request.gradient_clip_value is not None or "clip_gradients" in run.overridden:
+            clip_after_norm(trainer, run)
         else:
             trainer.clip_gradients()
         if listeners["on_optimizer_step_start"]:

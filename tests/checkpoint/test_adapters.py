@@ -86,6 +86,25 @@ def test_loading_warns_which_frozen_weights_of_the_model_differ(tmp_path):
         make_trainer(model=Net(seed=1)).load_checkpoint(tmp_path / "model.safetensors")
 
 
+def test_frozen_weights_in_another_order_are_others(tmp_path):
+    trained().save_model(tmp_path / "model.safetensors", trainable_only=True)
+    model = Net()
+    weight = model.body[0].weight.detach()
+    weight.copy_(weight.flip(0))
+    with pytest.warns(UserWarning, match=r"frozen weights of Net are not .* differ in body.0.weight\. Cr"):
+        make_trainer(model=model).load_checkpoint(tmp_path / "model.safetensors")
+
+
+def test_sums_that_ignore_the_order_are_those_of_earlier_files(tmp_path):
+    trained().save_checkpoint(tmp_path / "model.pt", trainable_only=True)
+    checkpoint = torch.load(tmp_path / "model.pt")
+    sums = {name: value.detach().view(torch.int32).sum().item() for name, value in Net().body.named_parameters("body")}
+    torch.save(checkpoint | {"frozen_weights": sums}, tmp_path / "model.pt")
+    make_trainer(model=Net()).load_checkpoint(tmp_path / "model.pt")
+    with pytest.warns(UserWarning, match=r"differ in body.0.bias, body.0.weight\. Cr"):
+        make_trainer(model=Net(seed=1)).load_checkpoint(tmp_path / "model.pt")
+
+
 def test_weights_missing_by_mistake_are_an_error(tmp_path):
     path = tmp_path / "model.safetensors"
     trained().save_model(path, trainable_only=True)

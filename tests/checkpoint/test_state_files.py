@@ -202,6 +202,24 @@ def test_a_state_with_an_enum_of_a_callback_resumes(tmp_path):
     assert resumed.mode == "min"
 
 
+def test_a_state_is_read_while_another_replaces_it(tmp_path, monkeypatch):
+    trainer = train(make_trainer())
+    trainer.save_training_state(tmp_path / "state")
+    train(trainer)
+    rename, read = os.rename, []
+
+    def read_after_renaming(*paths: Any) -> None:
+        rename(*paths)
+        monkeypatch.undo()
+        read.append(verify_state(tmp_path / "state")["progress"]["update"])
+
+    monkeypatch.setattr(os, "rename", read_after_renaming)
+    trainer.save_training_state(tmp_path / "state")
+    assert read == [3]
+    assert verify_state(tmp_path / "state")["progress"]["update"] == 3
+    assert not [*tmp_path.glob(".*")]
+
+
 def test_saving_at_the_wrong_moment_is_refused(tmp_path):
     class SavesEarly(TrainerCallback):
         def on_backward_end(self, trainer, **kwargs):

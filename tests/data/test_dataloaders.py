@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 
 from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.data import OwnShard
 from tests.launching import SOAK, some_of
 from tests.ranks import OrderedStream, Recorder, rank, shared_folder, world_size
@@ -33,7 +34,10 @@ from tests.small_models import (
     float64_data,
     float64_model,
     hand_written_loop,
+    listener,
+    make_data,
     make_trainer,
+    train,
     weights,
 )
 from tests.streams import SavesEachUpdate
@@ -147,6 +151,23 @@ def test_callbacks_see_the_dataset_of_a_loader():
     assert trainer.run_config.train_dl_kwargs["batch_size"] == 5
     assert trainer.eval_dataloaders[1].batch_size == 8
     assert trainer.evaluate().keys() == {"a_evaluation_loss", "b_evaluation_loss"}
+
+
+@pytest.mark.extension("streams")
+def test_a_loader_may_be_replaced_within_an_epoch(tmp_path):
+    """For the epochs that follow. States saved until then have what all states have."""
+
+    def replace(trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.step == 1:
+            trainer.train_dataloader = DataLoader(make_data(12), 4)
+
+    saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1, max_checkpoints=None)
+    trainer = make_trainer([listener(on_train_step_start=replace), saving], seed=0)
+    train(trainer, 2, evaluate_every="0.5 epochs", eval_dataset=True)
+    assert trainer.progress.update == 6
+    resumed, states = make_trainer(seed=0), sorted(tmp_path.glob("update-*"))
+    train(resumed, 2, resume_from=states[1], evaluate_every="0.5 epochs", eval_dataset=True)
+    assert resumed.progress.update == 6
 
 
 @pytest.mark.extension("pytorch_accelerated", "streams")

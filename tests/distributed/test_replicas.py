@@ -12,7 +12,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from tests.launching import two_are_enough
-from tests.ranks import rank, world_size
+from tests.ranks import every_state, rank, shared_folder, world_size
 from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model, weights
 
 DATA = float64_data(48)
@@ -198,6 +198,35 @@ def test_weights_may_differ_between_processes_on_purpose(found):
 def test_find_unused_parameters_may_be_requested(found):
     first, *others = (result["unused, as said"] for result in found)
     assert all(equal_weights(first, other) for other in others)
+
+
+class CountsComparisons(Trainer):
+    """Notes the number of updates at each comparison."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.compared: list[int] = []
+
+    def compare_replicas(self) -> None:
+        self.compared.append(self.progress.update)
+        super().compare_replicas()
+
+
+def compared_in_resumed_run() -> list[int]:
+    with shared_folder() as folder:
+        for resumes in (False, True):
+            resume_from = min(folder.glob("update-*")) if resumes else None
+            model = float64_model()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            trainer = CountsComparisons(model, nn.MSELoss(), optimizer, every_state(folder))
+            trainer.unsaved_attributes = ("compared",)
+            arguments = {"per_device_batch_size": 4, "gradient_accumulation_steps": 2, "resume_from": resume_from}
+            trainer.train(float64_data(24 * world_size()), 1, **arguments)
+        return trainer.compared
+
+
+def test_the_first_update_of_a_resumed_run_is_compared(two_ranks):
+    assert two_ranks(compared_in_resumed_run) == [[2, 3]] * 2
 
 
 def agreeing() -> list[dict[str, torch.Tensor]]:

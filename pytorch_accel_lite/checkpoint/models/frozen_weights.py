@@ -14,12 +14,12 @@ from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.modules.quantised_weights import plain_parts, quantised_entries
 from pytorch_accel_lite.base.modules.unwrapping import without_compile
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.values.tensor_bits import sums_of_bits
+from pytorch_accel_lite.base.values.tensor_bits import is_same_sum, sums_of_bits
 from pytorch_accel_lite.checkpoint.models.weights import full_state_dict
 
 
 def weight_checksums(tensors: Mapping[str, object]) -> dict[str, int]:
-    """Return a number for each tensor, by name, that changes with any of its bits.
+    """Return a number for each tensor, by name, that changes with any of its bits and with their order.
 
     Sparse tensors, and tensors without values, are skipped. A collective operation if tensors are sharded.
     """
@@ -90,7 +90,7 @@ def describe_other_weights(model: nn.Module, left_out: Mapping[str, int | None],
     current = weight_checksums(
         {name: value for name, value in without_compile(model.state_dict()).items() if name in known}
     )
-    others = [name for name, number in known.items() if current.get(name, number) != number]
+    others = [name for name, number in known.items() if not is_same_sum(current.get(name, number), number)]
     if not others:
         return ""
     return (

@@ -57,7 +57,11 @@ def previous_path(directory: Path) -> Path:
 def recover(directory: Path) -> None:
     """Restore the name of a state whose replacement was interrupted because the process was killed."""
     if not directory.exists() and previous_path(directory).exists():
-        os.rename(previous_path(directory), directory)
+        try:
+            os.rename(previous_path(directory), directory)
+        except OSError:
+            if not directory.exists():  # otherwise another process has restored it, or completed the replacement
+                raise
 
 
 def _manifest_checksum(manifest: JsonObject) -> str:

@@ -7,6 +7,7 @@ from them.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -165,13 +166,25 @@ def _commit(temporary: Path, directory: Path, entries: list[JsonObject], metadat
     sync(temporary / MANIFEST)
     sync(temporary)
     check_fences()
+    while not _has_replaced(directory, temporary):
+        pass
+    sync(directory.parent)
+    remove(previous_path(directory))
+
+
+def _has_replaced(directory: Path, temporary: Path) -> bool:
+    """Try to replace a state. It fails if meanwhile, another process has restored the name of the previous state."""
     previous = previous_path(directory)
     if os.path.lexists(directory):
         remove(previous)
         os.rename(directory, previous)
-    os.rename(temporary, directory)
-    sync(directory.parent)
-    remove(previous)
+    try:
+        os.rename(temporary, directory)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
 
 
 def read_directory(directory: Path, ranks: Ranks) -> TrainingState:

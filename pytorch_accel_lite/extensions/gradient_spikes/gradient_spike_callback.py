@@ -15,7 +15,7 @@ class GradientSpikeCallback(TrainerCallback):
     """Skip updates whose gradients are unusually large, infinite or NaN.
 
     The weights, the optimizer and the scheduler stay unchanged. The usual norm is an exponential moving average of the
-    total gradient norm (before any clipping by norm) over the updates that were not skipped. In an overridden
+    total gradient norm (before any clipping) over the updates that were not skipped. In an overridden
     ``train_step``, each optimizer has its own, and its own row of spikes. Reads one number from the device per update.
 
     With a gradient scaler (fp16), infinite gradients are how it finds its scale: it skips these updates anyway, and

@@ -12,7 +12,7 @@ from pytorch_accel_lite.extensions.monitoring.gradient_norms import GradientNorm
 
 
 class GradientNormCallback(TrainerCallback):
-    """Record the total norm of the gradients, before they are clipped by norm.
+    """Record the total norm of the gradients, before they are clipped.
 
     Recorded per epoch: the mean over all updates as ``gradient_norm_mean``, the maximum as ``gradient_norm_max`` and,
     if the run clips by norm, the fraction of clipped updates as ``clipped_updates``. An overridden ``train_step``

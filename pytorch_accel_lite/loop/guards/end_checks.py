@@ -22,7 +22,8 @@ def check_num_steps(run: Run, loader: Source, length: int | None) -> None:
     steps = run.progress.step
     if not steps:
         raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
-    if length is not None and steps + loader.source.num_workers < length:  # each may drop one
+    workers = getattr(loader.source, "num_workers", 0)  # each may drop a batch
+    if length is not None and steps + workers < length:
         warn_outside(
             f"The training data ended after {steps} steps of this epoch, but their length is {length} steps, by which "
             "schedules and the remaining time are computed. Return the true length in __len__ of the dataset, or "

@@ -15,11 +15,13 @@ from tests.ranks import IN_ORDER
 from tests.small_models import equal_weights, float64_data, listener, make_trainer, train, weights
 
 
-def fit(callbacks: Any, data: Any, epochs: int = 1, seed: int | None = None, **kwargs: Any) -> Trainer:
+def fit(
+    callbacks: Any, data: Any, epochs: int = 1, seed: int | None = None, trainer_class: Any = Trainer, **kwargs: Any
+) -> Trainer:
     """Train a small model in batches of five samples, in order."""
     model = nn.Linear(5, 1).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=callbacks, seed=seed)
+    trainer = trainer_class(model, nn.MSELoss(), optimizer, callbacks=callbacks, seed=seed)
     trainer.train(
         data, epochs, per_device_batch_size=5, train_dataloader_kwargs=IN_ORDER | {"num_workers": 0}, **kwargs
     )
@@ -45,6 +47,18 @@ def test_an_update_with_a_spike_is_skipped(value, clip, capsys):
     assert not equal_weights(kept[5], kept[4])
     assert trainer.progress.update == 10
     assert "Update 5 skipped: the gradient norm is" in capsys.readouterr().out
+
+
+class ClippedByTorch(Trainer):
+    def clip_gradients(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(("trainer_class", "value"), [(Trainer, 0.1), (ClippedByTorch, None)])
+def test_a_spike_is_seen_before_the_gradients_are_clipped(trainer_class, value):
+    guard = GradientSpikeCallback(warm_up_updates=3)
+    fit([guard], spiky(), trainer_class=trainer_class, gradient_clip_value=value)
+    assert guard.skipped == [5]
 
 
 def test_the_schedule_waits_for_an_update_that_is_skipped():

@@ -71,7 +71,8 @@ def test_a_step_replaced_on_an_object_has_a_norm_per_optimizer():
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_gradient_norms_are_those_before_clipping(clip):
+@pytest.mark.parametrize("value", [None, 0.1])
+def test_gradient_norms_are_those_before_clipping(clip, value):
     norms: list[float] = []
 
     class Norms(Trainer):
@@ -80,7 +81,7 @@ def test_gradient_norms_are_those_before_clipping(clip):
             super().clip_gradients()
 
     trainer = make_trainer([GradientNormCallback], trainer_class=Norms)
-    train(trainer, gradient_clip_norm=clip, eval_dataset=True)
+    train(trainer, gradient_clip_norm=clip, gradient_clip_value=value, eval_dataset=True)
     values = {name: trainer.run_history.get_metric_values(name) for name in trainer.run_history.get_metric_names()}
     assert values["gradient_norm_mean"] == [pytest.approx(sum(norms) / 3)]
     assert values["gradient_norm_max"] == [pytest.approx(max(norms))]

@@ -88,6 +88,21 @@ def test_the_smallest_of_several_evaluation_limits_counts(limits, of_all, expect
     assert count.steps == {True: [expected[0]] * 4, False: [expected[1]] * 2}
 
 
+def test_a_limit_ends_with_an_evaluation_that_fails():
+    def evaluate(trainer, **kwargs):
+        with pytest.raises(ZeroDivisionError):
+            trainer.run_evaluation()
+
+    def fail_within_epochs(trainer, is_intermediate, **kwargs):
+        assert not is_intermediate or 1 / 0
+
+    count = CountsEvaluationSteps()
+    failing = listener(on_update_end=evaluate, on_eval_epoch_end=fail_within_epochs)
+    trainer = adamw_trainer(float64_model(), callbacks=[failing, LimitEvalStepsCallback(1), count])
+    trainer.train(float64_data(4), 1, float64_data(12), per_device_batch_size=4)
+    assert count.steps == {True: [1], False: [3]}
+
+
 def test_a_limit_of_evaluations_may_be_extended_in_a_subclass():
     class Mine(LimitEvalStepsCallback):
         def on_eval_epoch_start(self, trainer, is_intermediate=False, **kwargs):

@@ -36,6 +36,26 @@ def test_any_iterable_of_batches_is_read():
         assert trainer.run_history.get_metric_values(name) == pytest.approx([expected] * 2, abs=1e-12)
 
 
+class Wrapped:
+    """A loader of the user's own around a stream."""
+
+    dataset = Stream()
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        yield from DataLoader(self.dataset, 2)
+
+
+@pytest.mark.parametrize("pass_it", [OwnShard, lambda loader: loader])
+def test_an_own_loader_of_a_stream_needs_no_attributes(pass_it):
+    trainer = make_trainer()
+    trainer.create_train_dataloader = lambda *_: pass_it(Wrapped())
+    trainer.train(make_data(), 2)
+    assert trainer.progress.update == 6
+
+
 def test_the_sizes_of_own_batches_are_unknown():
     trainer = make_trainer()
     trainer.train(OwnShard([make_data(3)[:]]), 1)
