@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
@@ -19,7 +18,6 @@ from pytorch_accel_lite.base.arguments.checked_calls import checked_calls
 from pytorch_accel_lite.base.arguments.constructor_calls import LIBRARY_ATTRIBUTES
 from pytorch_accel_lite.base.arguments.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.display.reprs import join_wrapped, short_repr
-from pytorch_accel_lite.base.machine.devices import launched_on_cpus
 from pytorch_accel_lite.base.missing_extensions import add_missing_method_errors
 from pytorch_accel_lite.base.modules.module_modes import without_gradients
 from pytorch_accel_lite.base.modules.sharded_weights import is_sharded
@@ -50,7 +48,7 @@ from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, Source
 from pytorch_accel_lite.data.step_outputs import total_loss
 from pytorch_accel_lite.distributed import Ranks, launched_processes, shutdown
-from pytorch_accel_lite.distributed.accelerator import create_accelerator, find_unused_in_ddp
+from pytorch_accel_lite.distributed.accelerator import create_accelerator, default_accelerator, find_unused_in_ddp
 from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.closures import replaying_step
@@ -88,7 +86,6 @@ from pytorch_accel_lite.optimizers.optimizer_types import (
 )
 from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
-from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.ending.stop_errors import RunPausedError
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.goodput import Goodput
@@ -99,7 +96,7 @@ from pytorch_accel_lite.run.metrics.metrics_seam import METRICS
 from pytorch_accel_lite.run.metrics.watched_metric import latest_metric
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
-from pytorch_accel_lite.run.run import Run, Step
+from pytorch_accel_lite.run.run import CompiledForwardLike, Run, Step
 from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.scheduler_stepping import step_after_epoch, step_timms_after_epoch
 from pytorch_accel_lite.run.step_division import create_division
@@ -893,10 +890,8 @@ class Trainer:
         """
 
     def _create_accelerator(self) -> Accelerator:
-        """Create the ``Accelerator`` if none was passed. Gradients are reduced in place, without copies."""
-        in_place = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-        precision = self._requested_precision
-        return Accelerator(mixed_precision=precision, cpu=launched_on_cpus(), kwargs_handlers=[in_place])
+        """Create the ``Accelerator`` if none was passed."""
+        return default_accelerator(self._requested_precision)
 
     def _create_callback_handler(self) -> CallbackHandler:
         """Create what calls the callbacks, with those that extensions add."""
@@ -1274,7 +1269,7 @@ class Trainer:
     @reserved
     def _check_scheduler(self, request: RunRequest) -> None:
         """Check that the scheduler can be stepped as the run requests."""
-        schedule_checks.check_scheduler(self, request)
+        schedule_checks.check_scheduler(self, request, "scheduler_step" in self.current_run.overridden)
 
     @reserved
     def _step_after_epoch(self) -> None:

@@ -89,11 +89,10 @@ def _timed(trainer: TrainerLike) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _saving(
+def _check_model(
     trainer: TrainerLike, method: str, argument: str, target: PathOrFile, writes: bool, trainable_only: bool
-) -> Iterator[tuple[nn.Module, StateDict]]:
-    """Check a method's arguments, and yield the model and its full state to a block that saves them.
+) -> nn.Module:
+    """Check what a method is to save, and where; return the model.
 
     Args:
         argument: the method's name for ``target``
@@ -105,9 +104,7 @@ def _saving(
     model = trainer.get_model(keep_torch_compile=False)
     if trainable_only:
         check_has_trainable(model)
-    with _timed(trainer), evaluating_optimizers(trainer):
-        _warn_of_weights(trainer, method)
-        yield model, model_state(model, writes)
+    return model
 
 
 def _check_entries(checkpoint_kwargs: StateDict | None, taken: Collection[str], called: str) -> StateDict:
@@ -143,10 +140,12 @@ def save_checkpoint(
         writes = trainer.accelerator.is_local_main_process if save_per_node else trainer.accelerator.is_main_process
         if save_optimizer:
             refuse_engines(trainer.accelerator, "save_checkpoint(save_optimizer=True)", "Pass save_optimizer=False.")
-        with _saving(trainer, "save_checkpoint", "save_path", target, writes, trainable_only) as (model, weights):
+        model = _check_model(trainer, "save_checkpoint", "save_path", target, writes, trainable_only)
+        with _timed(trainer), evaluating_optimizers(trainer):
+            _warn_of_weights(trainer, "save_checkpoint")
+            weights = model_state(model, writes)
             checkpoint: StateDict = {"model_state_dict": weights}
-            left_out = leave_out_frozen(model, weights, only_quantised=not trainable_only) if writes else {}
-            if left_out:
+            if writes and (left_out := leave_out_frozen(model, weights, only_quantised=not trainable_only)):
                 checkpoint[LEFT_OUT] = left_out
             state = None if trainer.optimizer is None or not save_optimizer else trainer.optimizer.state_dict()
             if state is not None:  # an optimizer that is not created yet has no state
@@ -224,7 +223,10 @@ def _attempt_to_save_model(
     """
     location = parse_location(path) if isinstance(path, (str, os.PathLike)) else path
     writes = trainer.accelerator.is_main_process
-    with _saving(trainer, "save_model", "path", path, writes, trainable_only) as (model, weights):
+    model = _check_model(trainer, "save_model", "path", path, writes, trainable_only)
+    with _timed(trainer), evaluating_optimizers(trainer):
+        _warn_of_weights(trainer, "save_model")
+        weights = model_state(model, keep=writes)
         _say_what_is_unsaved(trainer, name_of(path))
 
         def write() -> None:

@@ -17,6 +17,12 @@ _ARE_OF_PROCESS = type(vars(AcceleratorState)["_shared_state"]) is dict  # not p
 _num_in_effect = 0  # how many runs have their trainer's settings in effect
 
 
+def default_accelerator(precision: str | None) -> Accelerator:
+    """Return the accelerator of a trainer without a user's own. Gradients are reduced in place, without copies."""
+    in_place = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    return Accelerator(mixed_precision=precision, cpu=launched_on_cpus(), kwargs_handlers=[in_place])
+
+
 def create_accelerator(create: Callable[[], Accelerator], precision: str | None) -> Accelerator:
     """Create the accelerator of a trainer, whatever the settings of earlier trainers.
 
@@ -49,6 +55,20 @@ def find_unused_in_ddp(accelerator: Accelerator) -> None:
     """Make ``DistributedDataParallel`` find unused parameters in models that an accelerator wraps from now on."""
     options = accelerator.ddp_handler or DistributedDataParallelKwargs()
     accelerator.ddp_handler = replace(options, find_unused_parameters=True)
+
+
+@contextmanager
+def replacing_method(accelerator: Accelerator, name: str, method: Callable[..., object]) -> Iterator[None]:
+    """Within a block, give an accelerator another method, in place of that of its class or one that it has itself."""
+    attributes = vars(accelerator)
+    before = attributes.get(name)
+    attributes[name] = method
+    try:
+        yield
+    finally:
+        attributes[name] = before
+        if before is None:
+            del attributes[name]
 
 
 @contextmanager

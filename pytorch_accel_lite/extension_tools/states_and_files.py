@@ -39,7 +39,9 @@ from pytorch_accel_lite.checkpoint.states.state_store import remove_old_states, 
 from pytorch_accel_lite.checkpoint.stores_by_url import local_copy, open_store
 from pytorch_accel_lite.run.step_division import DIVISIONS
 from pytorch_accel_lite.run.trainer_parts.trained_objects import (
+    SavedBeside,
     buffers_beside_model,
+    find_saved_beside,
     loose_parameters,
     saved_optimizers,
     trained_objects,
@@ -47,12 +49,13 @@ from pytorch_accel_lite.run.trainer_parts.trained_objects import (
 )
 
 __all__ = [
-    "BackgroundWriter", "DIVISIONS", "DamagedStateError", "FROZEN", "LEFT_OUT", "MANIFEST", "MODEL",
-    "buffers_beside_model", "check_has_trainable", "check_states_are_possible", "every_part_is_held", "find_tensors",
-    "full_state_dict", "is_of_peft", "is_of_timm", "leave_out_frozen", "load_plain", "local_copy", "loose_parameters",
-    "model_checksums", "open_state", "open_store", "read_manifest", "read_weights", "refuse_engines", "refuse_fsdp1",
-    "remove_old_states", "saved_optimizers", "sharded_like", "state_name", "stored_checksum", "trained_objects",
-    "unsaved_attribute_names", "verify_state", "verify_weights", "weight_checksums", "without_compile", "write_bytes",
+    "BackgroundWriter", "DIVISIONS", "DamagedStateError", "FROZEN", "LEFT_OUT", "MANIFEST", "MODEL", "SavedBeside",
+    "buffers_beside_model", "check_has_trainable", "check_states_are_possible", "every_part_is_held",
+    "find_saved_beside", "find_tensors", "full_state_dict", "is_of_peft", "is_of_timm", "leave_out_frozen",
+    "load_plain", "local_copy", "loose_parameters", "model_checksums", "open_state", "open_store", "read_manifest",
+    "read_weights", "refuse_engines", "refuse_fsdp1", "remove_old_states", "saved_optimizers", "sharded_like",
+    "state_name", "stored_checksum", "trained_objects", "unsaved_attribute_names", "verify_state", "verify_weights",
+    "weight_checksums", "without_compile", "write_bytes",
 ]  # fmt: skip
 
 FROZEN = LEFT_OUT  # its earlier name

@@ -72,8 +72,9 @@ def find_sharding(trainer: TrainerLike, run: Run) -> Sharding | None:
     Raises:
         ValueError: if the extension for it is missing
     """
-    will_be = "parallelize_model" in run.overridden or tensor_parallel_size(trainer.accelerator) > 1
-    return SHARDING.get("A run of a sharded model") if will_be or trainer.is_sharded else None
+    accelerator = trainer.accelerator
+    is_or_will_be = trainer.is_sharded or tensor_parallel_size(accelerator) > 1 or "parallelize_model" in run.overridden
+    return SHARDING.get("A run of a sharded model") if is_or_will_be else None
 
 
 @contextmanager

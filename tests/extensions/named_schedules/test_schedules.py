@@ -247,6 +247,7 @@ def test_several_optimizers_may_have_schedules_by_name():
     assert isinstance(trainer.scheduler["b"], StepLR)
 
 
+@pytest.mark.extension("elastic_schedules")
 def test_a_named_schedule_resumes_with_another_batch_size(tmp_path):
     kwargs = {"warmup_steps": 0.25, "train_dataset": make_data(12)}
     whole = run("cosine", SaveTrainingStateCallback(tmp_path, save_every_n_epochs=2), **kwargs)

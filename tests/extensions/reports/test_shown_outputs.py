@@ -206,6 +206,7 @@ def test_pictures_are_in_trackers_that_take_images(tmp_path, monkeypatch):
 
 
 @pytest.mark.extension("trackers")
+@pytest.mark.xdist_group("mlflow")
 def test_pictures_are_artifacts_of_mlflow(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
