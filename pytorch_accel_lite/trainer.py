@@ -1048,8 +1048,13 @@ class Trainer:
         return tuple(self.callback_handler)
 
     def print(self, *args: object, **kwargs: Any) -> None:
-        """Print once on every machine."""
-        self.accelerator.print(*args, **kwargs)
+        """Print once on every machine. What the encoding of the output lacks is escaped, and ends no run."""
+        try:
+            self.accelerator.print(*args, **kwargs)
+        except UnicodeEncodeError as error:
+            encoding = error.encoding
+            escaped = (str(arg).encode(encoding, "backslashreplace").decode(encoding) for arg in args)
+            self.accelerator.print(*escaped, **kwargs)
 
     # ---------------------------------------------------------------------------- the current or last run
 

@@ -21,6 +21,8 @@ def find_state(trainer: TrainerLike, sources: list[StateSource], resume_from: St
     Args:
         sources: where to look for ``"latest"``, see ``RunRequest.state_sources``
     """
+    if resume_from in ("last", "newest", "auto") and not os.path.exists(resume_from):  # words of other libraries
+        raise FileNotFoundError(f"There is no training state at {resume_from!r}. Did you mean resume_from='latest'?")
     if resume_from != "latest":
         state = read_state(parse_location(resume_from, "resume_from"), trainer.ranks)
     elif not sources:

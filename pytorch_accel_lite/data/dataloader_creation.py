@@ -35,6 +35,11 @@ def dataloader_for(
     """
     if is_loader(dataset):
         return dataset, options_of(dataset)
+    if not isinstance(defaults, dict):
+        raise TypeError(
+            f"get_default_train_dl_kwargs() or get_default_eval_dl_kwargs() returned {defaults!r}: return the dict of "
+            "arguments."
+        )
     merged = _merged(dataset, defaults, arguments)
     kwargs: LoaderKwargs = {"collate_fn": collate_fn} | merged
     return DataLoader(dataset, **kwargs), merged

@@ -16,6 +16,7 @@ from pytorch_accel_lite.base.arguments.argument_checks import (
     check_positive_int,
     check_positive_number,
     check_range,
+    check_text,
     optional,
 )
 from pytorch_accel_lite.base.arguments.checked_calls import checked_calls
@@ -31,7 +32,7 @@ from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, 
 __all__ = [
     "add_note", "arguments_of", "check_bool", "check_choice", "check_dict", "check_function", "check_int",
     "check_module", "check_names", "check_number", "check_positive_int", "check_positive_number",
-    "check_range", "checked_by", "checked_calls", "describe_error", "did_you_mean", "events_meant",
+    "check_range", "check_text", "checked_by", "checked_calls", "describe_error", "did_you_mean", "events_meant",
     "install_command", "is_from_this_package", "is_in_this_package", "is_overridden", "library_attributes",
     "may_differ", "missing_extension_text", "notes_of", "optional", "parse_location", "suggest",
     "warn_outside",

@@ -270,7 +270,7 @@ def _check_constructed(callback: TrainerCallback) -> None:
 
 
 def _check_methods(callback: TrainerCallback) -> None:
-    """Check that every event method of a callback accepts the arguments it will be called with.
+    """Check that every event method of a callback accepts the arguments it will be called with, and then runs.
 
     Raises:
         TypeError: if a method does not; names the class, the method and the right signature
@@ -279,7 +279,22 @@ def _check_methods(callback: TrainerCallback) -> None:
         default: object = getattr(TrainerCallback, name)
         if inspect.getattr_static(callback, name) is not default:
             _check_call(getattr(callback, name), name, ("trainer",), dict.fromkeys(keywords_of(name)))
+            _check_runs_when_called(callback, name)
     _check_call(callback.configure_run, "configure_run", ("trainer", "request"), {})
+    _check_runs_when_called(callback, "configure_run")
+
+
+def _check_runs_when_called(callback: TrainerCallback, name: str) -> None:
+    """Check that what a callback has for an event is a method whose body runs when the method is called."""
+    method: object = getattr(callback, name)
+    where = f"{type(callback).__name__}.{name}"
+    if not callable(method):
+        raise TypeError(f"{where} is called at that event, so it must be a method, not {method!r}.")
+    if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+        word = "yield" if inspect.isgeneratorfunction(method) else "async"
+        raise TypeError(
+            f"{where} contains {word!r}, so calling it would run none of its lines. Write an ordinary method."
+        )
 
 
 def _check_call(method: Listener, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:

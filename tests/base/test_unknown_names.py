@@ -200,7 +200,7 @@ def test_tensors_are_data_for_those_who_need_no_targets():
             TypeError,
             "resume_from=True must be 'latest', for the newest state, the directory or URL of a state, or",
         ),
-        ("last", FileNotFoundError, "There is no training state at 'last'."),
+        ("last", FileNotFoundError, "There is no training state at 'last'. Did you mean resume_from='latest'?"),
     ],
 )
 def test_values_that_a_run_cannot_resume_from_are_refused(value, error, answer):

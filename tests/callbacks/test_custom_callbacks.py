@@ -71,6 +71,27 @@ def test_a_method_that_its_event_cannot_call_is_refused_early(event, method, mat
             CallbackHandler([assigned])
 
 
+def generating(self, trainer, **kwargs):
+    yield trainer
+
+
+async def waiting(self, trainer, **kwargs):
+    return trainer
+
+
+UNCALLABLE = {
+    "yields": (generating, r"C.on_train_epoch_end contains 'yield', so calling it would run none of its lines"),
+    "awaits": (waiting, r"C.on_train_epoch_end contains 'async', so calling it would run none of its lines"),
+    "a number": (3, "C.on_train_epoch_end is called at that event, so it must be a method, not 3"),
+}
+
+
+@pytest.mark.parametrize(("method", "match"), UNCALLABLE.values(), ids=UNCALLABLE.keys())
+def test_a_method_whose_lines_would_never_run_is_refused(method, match):
+    with pytest.raises(TypeError, match=match):
+        make_trainer([type("C", (TrainerCallback,), {"on_train_epoch_end": method})])
+
+
 def run_everything(trainer: Trainer) -> None:
     data = make_data()
     train(trainer, 2, eval_dataset=data)

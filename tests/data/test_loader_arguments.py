@@ -31,6 +31,15 @@ def test_the_arguments_of_dataloaders_can_be_overridden():
     assert trainer.train_dataloader.num_workers == 0
 
 
+def test_default_arguments_that_are_not_returned_are_named():
+    class Forgets(Trainer):
+        def get_default_eval_dl_kwargs(self, batch_size):
+            super().get_default_eval_dl_kwargs(batch_size)["num_workers"] = 2
+
+    with pytest.raises(TypeError, match=r"get_default_eval_dl_kwargs\(\) returned None: return the dict of arguments"):
+        make_trainer(trainer_class=Forgets).evaluate(float64_data(4))
+
+
 @pytest.mark.parametrize("pins", [None, True])
 def test_a_run_on_the_cpu_leaves_a_gpu_alone(pins, tmp_path, no_accelerator, monkeypatch):
     """Pinning, or the state of its generator, would take its memory, and fails here, where there is no GPU."""

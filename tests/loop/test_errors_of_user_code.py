@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 import traceback
 
 import pytest
 
+from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
 from tests.small_models import Broken, listener, make_model, make_trainer, notes_of_error, train
 
 
@@ -82,3 +84,11 @@ def test_an_evaluation_metric_is_absent_before_the_first():
     looks = listener(on_train_epoch_end=lambda trainer: trainer.run_history.get_latest_metric("eval_loss_epoch"))
     with pytest.raises(ValueError, match="There has been no evaluation yet, which follows on_train_epoch_end"):
         train(make_trainer([looks]), eval_dataset=True)
+
+
+@pytest.mark.parametrize("event", ["on_train_epoch_end", "on_training_run_epoch_end"])
+def test_text_that_the_output_cannot_encode_ends_no_run(event):
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    with contextlib.redirect_stdout(output):
+        train(make_trainer([listener(**{event: lambda trainer: trainer.print("100 µs", 3)}), *DEFAULT_CALLBACKS]))
+    assert b"\n100 \\xb5s 3\n" in output.buffer.getvalue()

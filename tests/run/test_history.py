@@ -121,6 +121,11 @@ def test_reset_forgets_metrics_and_returns_to_epoch_one():
     assert (history.current_epoch, history.to_dict()) == (1, {})
 
 
+def test_a_history_becomes_a_dict_of_lists():
+    history = filled()
+    assert dict(history) == dict(history.items()) == history.to_dict()
+
+
 def test_to_dict_of_a_history_returns_a_copy():
     history = filled()
     copied = history.to_dict()

@@ -72,6 +72,13 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     return str(value)
 
 
+def check_text(name: str, value: object) -> str:
+    """Return ``value`` if it is a string that is not empty, otherwise raise an error that names the argument."""
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"{name}={value!r} must be a string that is not empty.")
+    return value
+
+
 def check_names(name: str, value: object) -> list[str]:
     """Return ``value`` as a list if it holds names, otherwise raise an error that names the argument."""
     if isinstance(value, str):

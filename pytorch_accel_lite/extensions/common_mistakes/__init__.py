@@ -1,4 +1,4 @@
-"""Warnings about mistakes in programs that run: names of events, what is trained, how, and what has no effect.
+"""Warnings about mistakes in programs that run: names of events and methods, what is trained, and what has no effect.
 
 Nothing changes how a run trains.
 """
@@ -7,10 +7,12 @@ from pytorch_accel_lite.extending import RUN_CHECKS
 from pytorch_accel_lite.extensions.common_mistakes.first_batch import warn_of_loss
 from pytorch_accel_lite.extensions.common_mistakes.ineffective_assignments import warn_of_assignments
 from pytorch_accel_lite.extensions.common_mistakes.ineffective_rates import check_rates
+from pytorch_accel_lite.extensions.common_mistakes.misspelt_methods import warn_of_misspelt_methods
 from pytorch_accel_lite.extensions.common_mistakes.unknown_events import warn_of_unknown_events
 from pytorch_accel_lite.extensions.common_mistakes.untrained_parameters import warn_of_untrained_parameters
 
 RUN_CHECKS.of_user_code.append(warn_of_unknown_events)
+RUN_CHECKS.of_user_code.append(warn_of_misspelt_methods)
 RUN_CHECKS.of_optimizer.append(warn_of_untrained_parameters)
 RUN_CHECKS.of_schedule.append(check_rates)
 RUN_CHECKS.before_training.append(warn_of_assignments)

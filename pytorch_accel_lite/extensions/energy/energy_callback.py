@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
-from pytorch_accel_lite.extension_tools.arguments_and_errors import check_range
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_range, check_text
 from pytorch_accel_lite.extension_tools.data_and_batches import BatchData, BatchOutput
 from pytorch_accel_lite.extension_tools.plain_types import StateDict
 from pytorch_accel_lite.extensions.energy.meters import Meter, find_meters
@@ -45,7 +45,7 @@ class EnergyCallback(TrainerCallback):
         powercap: str | os.PathLike[str] = "/sys/class/powercap",
     ) -> None:
         self.price = None if price is None else check_range("price", price)
-        self.currency = currency
+        self.currency = check_text("currency", currency)
         self.overhead = check_range("overhead", overhead, above=0)
         self.powercap = Path(powercap)
         self._meters: dict[str, list[Meter]] = {}

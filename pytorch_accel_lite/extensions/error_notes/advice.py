@@ -15,6 +15,11 @@ _ADVICE = {
         "attributes. Create other tensors on device=trainer.device, register constants of a model with "
         "register_buffer(), and give your own objects a method to(device)."
     ),
+    "(same dtype|Input type).*(BFloat16|Half)": (
+        "the weights have 16 bits, the data 32, or the other way round. To compute in 16 bits, keep the weights in "
+        "float32 and pass Trainer(mixed_precision='bf16'). A model of 16 bits needs inputs of its dtype: let the "
+        "dataset convert them."
+    ),
     "have the same dtype|type .* should be the same": (
         "the data have another dtype than the model's weights. Let the dataset return tensor.float() (NumPy arrays are "
         "float64 by default, and images of bytes are usually divided by 255, too), or convert the model before "

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pytorch_accel_lite import __version__
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError
 from pytorch_accel_lite.extensions.experiment.chosen_weights import find_weights, load_weights, predictions_of
@@ -37,6 +38,12 @@ _TRAINER_COMMANDS = {
     "find_batch_size": "find the largest batch that fits into memory",
     "diagnose": "find out what limits the speed of training",
     "estimate_memory": "estimate the memory that training takes, on any number of devices",
+}
+_DATASETS = ["train", "eval", "test"]
+#: What options of a command are called elsewhere.
+_OPTIONS_ELSEWHERE = {
+    **dict.fromkeys(("dataset", "split"), "on"),
+    **dict.fromkeys(("checkpoint", "checkpoint_path", "ckpt", "ckpt_path"), "weights"),
 }
 _STARTING_FILE = """\
 # python -m pytorch_accel_lite train THIS_FILE. Add --help to see what the keys mean.
@@ -107,11 +114,14 @@ def _check_command(arguments: Sequence[str], commands: Collection[str]) -> None:
 
 
 def _check_options(options: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Check that no option left for the experiment is a misspelled option of the command."""
+    """Check that no option left for the experiment is a misspelled option of the command, or the value of one."""
     own = {"print_config", "weights", "on"} & vars(options).keys()
+    if rest and "weights" in own and not rest[0].startswith("--"):
+        option = "on" if rest[0] in _DATASETS else "weights"
+        raise ExperimentError(f"{options.command} takes {rest[0]} as an option: --{option} {rest[0]}.")
     for word in rest:
         name = word.removeprefix("--").partition("=")[0]
-        if word.startswith("--") and (hint := suggest(name, own, 0.7)):
+        if word.startswith("--") and (hint := suggest(_OPTIONS_ELSEWHERE.get(name, name), own, 0.7)):
             raise ExperimentError(f"{options.command} does not take --{name}.{hint}")
 
 
@@ -140,6 +150,7 @@ def _parser(others: Mapping[str, argparse.ArgumentParser]) -> tuple[argparse.Arg
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"pytorch_accel_lite {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def add(name: str, run: Callable[..., Any], text: str, file: bool = True) -> argparse.ArgumentParser:
@@ -162,7 +173,7 @@ def _parser(others: Mapping[str, argparse.ArgumentParser]) -> tuple[argparse.Arg
         add("predict", _predict, "write the outputs for a dataset"),
     ):
         command.add_argument("--weights", metavar="best|last|PATH", help=weights_help)
-        command.add_argument("--on", choices=["train", "eval", "test"], help="the dataset, by its key under data")
+        command.add_argument("--on", choices=_DATASETS, help="the dataset, by its key under data")
     add("test", _test, "test every checkpoint by every inference setting by every dataset")
     add("check", _check, "try the program on a few batches and report mistakes; exit with 1 if there are any")
     for name, text in _TRAINER_COMMANDS.items():
@@ -226,6 +237,8 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
             print(options.describe())
         else:
             print(create_parser(options.file, rest, options.command).help(options.file, options.help))
+            if "weights" in options and not options.help:
+                print(f"To read about --weights and --on: {options.command} --help")
         return 0
     if options.file is None and not prints:
         raise ExperimentError(

@@ -110,7 +110,7 @@ def overview(groups: Mapping[str, OptionGroup], file: str) -> str:
             lines += _row(f"  --{option.key} {option.value}", option.text)
         if others := [option.name for option in group.options if not option.is_set]:
             lines += _filled(f"also {', '.join(others)}", "    ")
-    lines += ["", *_filled(f"To read about a group or an option: train {file} --help train")]
+    lines += ["", *_filled("To read about a group or an option, add its name: --help train")]
     return "\n".join(lines)
 
 

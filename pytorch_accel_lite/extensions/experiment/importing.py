@@ -10,13 +10,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 from accelerate import Accelerator
 from torch import nn
 
 from pytorch_accel_lite.callbacks import TrainerCallback
 from pytorch_accel_lite.extensions.experiment.yaml_files import Document, ExperimentError
+from pytorch_accel_lite.schedulers import ScheduleName
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import suggest
 
@@ -72,6 +73,8 @@ def _import_named(where: str, name: str, modules: Sequence[str]) -> Any:
         if callable(getattr(module, name, None)):
             return getattr(module, name)
     names = [word for module in imported for word in _public_names(module)]
+    if _MODULES["scheduler"] == modules:
+        names = [*get_args(ScheduleName), *names]
     problem = f"is not in {' or '.join(modules)}." if modules else "has no module."
     raise ExperimentError(
         f"{where}={name!r} {problem}{suggest(name, names)} Write the module of your own classes too: my_module.{name}."

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
 
-from pytorch_accel_lite.extension_tools.arguments_and_errors import check_module
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_bool, check_module, check_number
 from pytorch_accel_lite.extension_tools.modules_and_devices import keep_in_eval, release_from_eval, unwrap
 from pytorch_accel_lite.extensions.finetuning.layer_groups import Group, ModuleGroup, find_groups, has_adapters
 
@@ -68,7 +69,7 @@ class ModelFreezer:
                 f"{type(self.model).__name__}, which has adapters. Choose the layers that get adapters with "
                 "layers_to_transform in PEFT's config."
             )
-        self.freeze_batch_norms = freeze_batch_norms
+        self.freeze_batch_norms = check_bool("freeze_batch_norms", freeze_batch_norms)
         self._passed_groups = groups
         find_groups(self.model, groups)  # raises an error if groups are invalid
 
@@ -152,6 +153,7 @@ class ModelFreezer:
             )
         ends = []
         for name, index in (("from_index", from_index), ("to_index", to_index)):
+            check_number(name, index, numbers.Integral, "the index of a layer group, see print(freezer)")
             if not -len(groups) <= index < len(groups):
                 raise IndexError(
                     f"{name}={index} is not a layer group: {type(self.model).__name__} has {len(groups)}, from 0 to "

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
 
@@ -137,6 +138,7 @@ def estimate_memory(
     size, kwargs = per_device_batch_size, train_dataloader_kwargs
     any_step = ("train_step", "closure")
     trial = Trial(self, "estimate_memory", train_dataset, size, request, kwargs, collate_fn, supports=any_step)
+    kind = self.device.type.replace("cpu", "cuda") if device_type is None else _check_device_type(device_type)
     memory = capacity_of(self.device)
     if device_memory is not None:
         memory = _bytes_of(device_memory)
@@ -148,7 +150,6 @@ def estimate_memory(
         before.keep_generators()
         batch = trial.read_batch(int(size))
         size = infer_batch_size(batch.data, batch.num_samples)
-        kind = device_type or self.device.type.replace("cpu", "cuda")
         scenario = Scenario(world_size, how, kind)
         live = measure_step(trial, batch, scenario)
         parts = {kind: live.at_peak[kind] for kind in KINDS}
@@ -156,6 +157,15 @@ def estimate_memory(
         if found.fits is False and self.activation_checkpointing is False:
             found.remedy = _try_checkpointing(trial, batch, scenario, live.peak)
     return found
+
+
+def _check_device_type(device_type: str) -> str:
+    try:
+        return torch.device(device_type).type
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"device_type={device_type!r} must be the kind of a device, such as 'cuda' or 'cpu'."
+        ) from None
 
 
 def _bytes_of(device_memory: int | float | str) -> int:

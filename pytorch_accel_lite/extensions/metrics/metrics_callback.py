@@ -12,7 +12,15 @@ import torch
 from accelerate.utils import recursively_apply, send_to_device
 
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extension_tools.arguments_and_errors import add_note, is_overridden, warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import (
+    add_note,
+    check_choice,
+    check_function,
+    check_names,
+    is_overridden,
+    optional,
+    warn_outside,
+)
 from pytorch_accel_lite.extension_tools.data_and_batches import BatchData, BatchOutput
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import default_transform, set_listening
 from pytorch_accel_lite.extension_tools.plain_types import StateDict, Tree
@@ -84,7 +92,7 @@ class MetricsCallback(TrainerCallback):
 
         if isinstance(metrics, Metric):
             metrics = {type(metrics).__name__: metrics}
-        for name, value in {"num_classes": num_classes, "num_labels": num_labels, "task": task}.items():
+        for name, value in {"num_classes": num_classes, "num_labels": num_labels, "task": _check_task(task)}.items():
             arguments |= {} if value is None else {name: value}
         _check_names(metrics)
         named = _with_named_metrics(metrics, arguments)
@@ -113,8 +121,8 @@ class MetricsCallback(TrainerCallback):
         self.metrics = MetricCollection(dict(named.items()), compute_groups=False)
         self.train_metrics = self.metrics.clone() if train else None
         self._lasting_at_first = [_lasting(metrics) for metrics in self._collections]
-        self.transform = transform or default_transform
-        self.only = None if only is None else list(only)
+        self.transform = check_function("transform", default_transform if transform is None else transform)
+        self.only = optional(check_names, "only", only)
         self._ranks: Ranks | None = None
         self._trainer: TrainerLike | None = None
         self._gives_logits = False
@@ -347,6 +355,10 @@ class MetricsCallback(TrainerCallback):
         first = 0 if self._ranks is None else sum(counts[: self._ranks.rank])
         for copy, states in zip(copies, state["ranks"][first:], strict=False):
             _load_state(copy, states)
+
+
+def _check_task(task: str | None) -> str | None:
+    return None if task is None else check_choice("task", task, ["binary", "multiclass", "multilabel"])
 
 
 def _check_names(metrics: object) -> None:

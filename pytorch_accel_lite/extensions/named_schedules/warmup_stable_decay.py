@@ -11,6 +11,7 @@ from typing import TypedDict
 import torch
 
 from pytorch_accel_lite.extension_tools.arguments_and_errors import (
+    check_bool,
     check_choice,
     check_int,
     check_positive_int,
@@ -126,6 +127,8 @@ class WSDLrScheduler(PlannedLrScheduler):
         checkpoint_steps: Sequence[int] | None = None,
     ) -> None:
         super().__init__(optimizer)
+        check_bool("use_inverse_sqrt_decay", use_inverse_sqrt_decay)
+        check_bool("is_continuation_from_checkpoint", is_continuation_from_checkpoint)
         by_flag = "sqrt" if use_inverse_sqrt_decay else "inverse"
         self.decay = by_flag if decay is None else check_choice("decay", decay, [*DECAYS])
         self.lr_min = check_range("lr_min", lr_min, most=1)
@@ -309,6 +312,8 @@ def _count_updates(num_epochs: float | None, per_epoch: int | None, total_steps:
 
 
 def _check_checkpoint_steps(steps: Sequence[int]) -> list[int]:
+    if isinstance(steps, (int, str)):
+        raise TypeError(f"checkpoint_steps={steps!r} must be a list of numbers of updates.")
     if not steps or any(second - first < 2 for first, second in zip([0, *steps], steps, strict=False)):
         raise ValueError(
             f"checkpoint_steps={steps!r} must increase by at least 2 updates each: one stable, one of decay."

@@ -13,6 +13,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_module
 from pytorch_accel_lite.extension_tools.data_and_batches import IGNORED_LABEL, Sample, first_label, tensors_in
 from pytorch_accel_lite.extension_tools.modules_and_devices import evaluation_mode
 from pytorch_accel_lite.extension_tools.plain_types import Tree
@@ -54,7 +55,7 @@ class PackSequences:
     """
 
     def __init__(self, model: nn.Module | None = None, causal: bool | None = None) -> None:
-        first = None if model is None else first_label(model)
+        first = None if model is None else first_label(check_module("model", model))
         self.causal = first != 0 if causal is None else causal
         self.first_position = 0
         self.has_bounds, self.has_lengths, self.has_cache = True, False, False

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
-from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_function, check_positive_int
 from pytorch_accel_lite.extension_tools.data_and_batches import IndexedData, Sample
 
 #: Relative resolution of lengths, a power of two, when samples are grouped.
@@ -58,6 +58,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         check_positive_int("max_tokens", max_tokens)
         if length is len:
             length = _num_tokens
+        if length is not None:
+            check_function("length", length)
         lengths = data if length is None else [length(data[index]) for index in range(len(data))]
         self.lengths = _checked(lengths, max_tokens)
         self.max_tokens = max_tokens

@@ -26,6 +26,9 @@ class HeldOutput:
 
     def write(self, text: str) -> int:
         """Hold text back, or print it if ``restore()`` has been called."""
+        encoding = getattr(self.stream, "encoding", None)
+        if encoding:
+            text.encode(encoding, self.stream.errors or "strict")  # an error belongs to who prints, not to flush()
         self._kept.append(text)
         if not self._is_held:
             self.flush()

@@ -403,7 +403,8 @@ class _RunTable:
         return {"epoch": self._epoch_width, **rates_last, "time": _TIME_WIDTH}
 
     def _omitted(self, layout: dict[str, int]) -> list[str]:
-        count = len(set(self._columns()) - layout.keys())
+        recorded = {*map(_title, self._names)}  # the history has no learning rate unless a callback records it
+        count = len([title for title in self._columns() if title in recorded and title not in layout])
         return [f"({count} more metric{'s are' if count > 1 else ' is'} in trainer.run_history)"] if count else []
 
     def _cell(self, row: Row, column: str) -> str:

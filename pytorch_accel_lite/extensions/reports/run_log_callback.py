@@ -27,7 +27,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.checkpoint import folder_path, write_text
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extension_tools.arguments_and_errors import check_dict, warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_dict, check_text, optional, warn_outside
 from pytorch_accel_lite.extension_tools.modules_and_devices import class_of
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
     TrainerOptimizer,
@@ -76,7 +76,8 @@ class RunLogCallback(TrainerCallback):
         self.directory = folder_path("directory", directory)
         self.config = check_dict("config", config)
         folder = self.directory.resolve()
-        self.name = name or (folder.parent if folder.name in ("log", "run_log") else folder).name
+        named = folder.parent if folder.name in ("log", "run_log") else folder
+        self.name = optional(check_text, "name", name) or named.name
         self._record: dict[str, Any] = {}
         self._start = time.monotonic()
         self._budget = TimeBudget(1 / 50, expected=0.5)

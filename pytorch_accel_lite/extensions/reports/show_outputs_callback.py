@@ -12,7 +12,7 @@ from torch import nn
 
 from pytorch_accel_lite.checkpoint import as_file_name, folder_path
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
-from pytorch_accel_lite.extension_tools.arguments_and_errors import checked_calls, warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_text, checked_calls, warn_outside
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Interval, Picture, parse_interval
 from pytorch_accel_lite.extension_tools.modules_and_devices import mixed_precision, preserving_modes
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import sync_ddp_buffers
@@ -78,7 +78,7 @@ class ShowOutputsCallback(TrainerCallback):
             raise TypeError(f"function={function!r} must be a function of the model, such as lambda model: ...")
         self.function = function
         self.every = parse_interval("every", every)
-        self.name = name
+        self.name = check_text("name", name)
         self.show = show
         self.folder = folder_path("folder", folder)
         self.shown: list[Shown] = []

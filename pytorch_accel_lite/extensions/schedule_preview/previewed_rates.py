@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_function, check_positive_int
 from pytorch_accel_lite.extension_tools.schedules import CreateScheduler, ScheduleName, SchedulerBase, resolve_names
 from pytorch_accel_lite.placeholders import replace_trainer_placeholder_values
 
@@ -45,7 +45,7 @@ def schedule_values(
     check_positive_int("num_updates", num_updates)
     check_positive_int("num_epochs", num_epochs)
     groups = [group if isinstance(group, Mapping) else {"lr": group} for group in _groups_of(lr)]
-    create = resolve_names(create_scheduler_fn, warmup_steps)
+    create = check_function("create_scheduler_fn", resolve_names(create_scheduler_fn, warmup_steps))
     optimizer = torch.optim.SGD([{**group, "params": [torch.nn.Parameter(torch.zeros(1))]} for group in groups], lr=0)
     per_epoch = math.ceil(num_updates / num_epochs)
     trainer: Any = SimpleNamespace(

@@ -26,6 +26,8 @@ def main(arguments: Sequence[str]) -> int:
     if not options.program:
         parser.error("the program is missing: launch --processes 4 script.py")
     if options.listen is None and not options.processes:
+        if "--processes" in options.program:
+            parser.error("--processes comes before the program: launch --processes 4 script.py")
         parser.error("--processes is missing: how many to start on this machine")
     program = ["-m", *options.program] if options.module else options.program
     return Supervisor(
@@ -80,7 +82,6 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return int(text)

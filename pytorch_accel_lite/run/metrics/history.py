@@ -37,7 +37,8 @@ class RunHistory(ABC):
     """The metrics of a run, in the order in which they were recorded, and the number of the current epoch.
 
     ``history["accuracy"]`` returns all values of a metric, oldest first, as a copy. Iteration, ``in`` and ``len`` refer
-    to the names, as with a dict. Unlike an empty dict, an empty history is true. Its ``repr`` shows the latest values.
+    to the names, as with a dict, and ``dict(history)`` is one. Unlike an empty dict, an empty history is true. Its
+    ``repr`` shows the latest values.
 
     To write a history of your own, derive it from ``InMemoryRunHistory``, or define the abstract methods. A run records
     the mean losses of each epoch with ``record_means``, then calls ``_increment_epoch`` and ``set_between_epochs``. It
@@ -208,6 +209,14 @@ class RunHistory(ABC):
 
     def __len__(self) -> int:
         return len(set(self.get_metric_names()))
+
+    def keys(self) -> list[str]:
+        """Return the names of the metrics, as ``dict(history)`` needs them."""
+        return list(self)
+
+    def items(self) -> list[tuple[str, Sequence[MetricValue]]]:
+        """Return the names of the metrics with their values."""
+        return [(name, self[name]) for name in self]
 
     def __bool__(self) -> bool:
         return True  # so that `history or default` keeps an empty history

@@ -52,6 +52,13 @@ def test_a_hook_with_two_matching_events_names_both():
     assert said[1].endswith("Did you mean 'on_training_run_start' or 'on_train_epoch_start'?")
 
 
+@pytest.mark.parametrize(("method", "other"), [("state_dict", "load_state_dict"), ("load_state_dict", "state_dict")])
+def test_a_callback_with_half_a_state_is_warned_of(method, other):
+    half = type("Half", (TrainerCallback,), {method: lambda self, *args: {}})
+    with pytest.warns(UserWarning, match=rf"Half has {method}\(.*\), but no {other}\(.*\), so a resumed run does not"):
+        train(make_trainer([half]))
+
+
 def warnings_of_unknown_events() -> list[str]:
     """The warnings of this rank about a misspelt event."""
     misspelt = type("Misspelt", (TrainerCallback,), {"on_train_step" + "_ends": lambda self, trainer, **kwargs: None})

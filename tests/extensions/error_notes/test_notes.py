@@ -480,6 +480,7 @@ KNOWN: dict[str, tuple[nn.Module, Any, tuple[Any, ...], str]] = {
     "outputs in a dict": (Gives(lambda y: {"logits": y}), MSE, (INPUTS, TARGETS), "pass loss_func=None"),
     "inputs as lists": (one_layer(3), CE, ([([1.0] * 4, 1)] * N,), "with_format('torch')"),
     "two inputs": (nn.Bilinear(4, 4, 1), MSE, (INPUTS, INPUTS, TARGETS), "return a dict with the names of forward's"),
+    "weights of 16 bits": (nn.Linear(4, 1).bfloat16(), MSE, (INPUTS, TARGETS), "Trainer(mixed_precision='bf16')"),
     "tensors on another device": (
         Gives(lambda y: y + torch.ones(3, device="meta")),
         MSE,

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import pytorch_accel_lite
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, read_predictions
 from tests.launching import ROOT, SOAK, run_code, run_forked, run_module
 from tests.pages import blocks, write_files
@@ -193,6 +194,12 @@ def test_a_file_is_completed_with_the_defaults_of_its_classes(file, capsys):
 def test_a_command_needs_a_file(capsys):
     assert "train experiment.yaml" in run("train", capsys=capsys)[2]
     assert run("dance", capsys=capsys)[0] == 2
+
+
+def test_the_command_line_tells_its_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"pytorch_accel_lite {pytorch_accel_lite.__version__}\n"
 
 
 @pytest.mark.programs

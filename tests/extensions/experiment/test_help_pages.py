@@ -40,6 +40,7 @@ def test_help_describes_a_group_of_options_or_one_in_plain_text(file, capsys):
     assert "type: str | Interval | null" in printed
     assert "EarlyStoppingCallback" in run("train", file, "-h", "callbacks", capsys=capsys)[1]
     assert "--find_lr.num_steps" in run("find_lr", file, "-h", "find_lr", capsys=capsys)[1]
+    assert "To read about --weights and --on: evaluate --help" in run("evaluate", file, "--help", capsys=capsys)[1]
     code, _, errors = run("train", file, "--help", "optimzer", capsys=capsys)
     assert (code, errors) == (
         2,
@@ -67,6 +68,11 @@ def test_help_describes_a_group_of_options_or_one_in_plain_text(file, capsys):
             marks=pytest.mark.extension("other_libraries"),
         ),
         (["evaluate", "FILE", "--wieghts", "best"], "evaluate does not take --wieghts. Did you mean 'weights'?"),
+        (["evaluate", "FILE", "--dataset", "test"], "evaluate does not take --dataset. Did you mean 'on'?"),
+        (["evaluate", "FILE", "last"], "evaluate takes last as an option: --weights last."),
+        (["predict", "FILE", "train"], "predict takes train as an option: --on train."),
+        (["train", "FILE", "--scheduler", "cosin"], "scheduler='cosin' is not in torch.optim.lr_scheduler or "),
+        (["train", "FILE", "--scheduler", "cosin"], "Did you mean 'cosine'?"),
     ],
 )
 def test_a_misspelled_or_foreign_option_gets_a_suggestion(file, capsys, arguments, meant):

@@ -144,6 +144,9 @@ def test_a_shared_parameter_is_in_the_first_group_that_has_it():
     ("call", "error", "message"),
     [
         (lambda f: f.freeze(4), IndexError, "from_index=4 .* has 4, from 0 to 3 or from -4 to -1"),
+        (lambda f: f.freeze("head"), TypeError, "from_index='head' must be the index of a layer group, see print"),
+        (lambda f: f.freeze(to_index=None), TypeError, "to_index=None must be the index of a layer group"),
+        (lambda f: ModelFreezer(f.model, "no"), TypeError, "freeze_batch_norms='no' must be True or False, not str"),
         (lambda f: f.unfreeze(to_index=-5), IndexError, "to_index=-5 is not a layer group"),
         (lambda f: ModelFreezer("m"), TypeError, "model='m' must be a torch.nn.Module"),
         (lambda f: ModelFreezer(nn.Linear(1, 1)).freeze(), ValueError, "Linear has no layer groups"),

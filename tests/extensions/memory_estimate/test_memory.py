@@ -363,6 +363,7 @@ def test_a_step_that_reads_values_cannot_be_estimated():
         ({"world_size": 0}, ValueError, "world_size=0 must be at least 1"),
         ({"sharded": True}, ValueError, "sharded=True needs several processes"),
         ({"device_memory": "80 gigs"}, ValueError, "device_memory='80 gigs' must be .*such as '80GB'"),
+        ({"device_type": "gpu"}, ValueError, "device_type='gpu' must be the kind of a device, such as 'cuda' or 'cpu'"),
         ({"device_memory": 0}, ValueError, "device_memory=0 must be at least 1"),
         ({"device_memory": -8e9}, ValueError, r"device_memory=-8000000000\.0 must be greater than 0"),
         ({"device_memory": [80]}, TypeError, r"device_memory=\[80\] must be an integer"),

@@ -470,6 +470,12 @@ def test_a_metrics_task_follows_from_its_arguments(name, arguments, kind):
 def test_arguments_that_no_metric_takes_are_refused():
     with pytest.raises(ValueError, match=r"Unexpected keyword arguments: `topk`"):
         MetricsCallback("accuracy", num_classes=3, topk=2)
+    with pytest.raises(ValueError, match="task='regression' must be 'binary' or 'multiclass' or 'multilabel'"):
+        MetricsCallback("accuracy", task="regression")
+    with pytest.raises(TypeError, match="transform='logits' must be a function, not str"):
+        MetricsCallback(MulticlassAccuracy(3), transform="logits")
+    with pytest.raises(TypeError, match=r"only='map_50' must be a list of names. Write: only=\['map_50'\]"):
+        MetricsCallback(MulticlassAccuracy(3), only="map_50")
     with pytest.raises(TypeError, match="no argument 'num_classes': pass it where you create the metric, or pass the"):
         MetricsCallback(MulticlassAccuracy(3), num_classes=3)
 
@@ -682,6 +688,7 @@ def test_a_metric_by_name_is_watched_in_its_direction(tmp_path):
     assert stopping.best_metric == max(trainer.run_history.get_metric_values("f1"))
 
 
+@pytest.mark.thorough
 def test_training_metrics_whose_task_was_found_are_resumed(tmp_path):
     def run(folder: str, **kwargs: Any) -> dict[str, Any]:
         saver = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1)

@@ -97,6 +97,8 @@ def test_invalid_token_batches_are_named(arguments, words):
 
 def test_the_number_of_keys_is_not_used_as_a_length():
     samples = [{"input_ids": torch.arange(5)}]
+    with pytest.raises(TypeError, match="length=7 must be a function, not int"):
+        TokenBatchSampler([{"input_ids": [1]}], 4, length=7)
     with pytest.raises(TypeError, match=r"length=len of a dict is the number of its keys, here 1\. Pass"):
         TokenBatchSampler(samples, max_tokens=8, length=len)
     by_tokens = TokenBatchSampler(samples, max_tokens=8, length=lambda sample: len(sample["input_ids"]))

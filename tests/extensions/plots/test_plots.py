@@ -129,6 +129,13 @@ def test_a_curve_that_falls_over_decades_has_a_logarithmic_axis():
         assert recorded(train_loss_epoch=values).plot().axes[0].get_yscale() == scale
 
 
+@pytest.mark.parametrize("scale", [1e-3, 1e-9, 1e-12])
+def test_ticks_of_small_values_differ(scale):
+    axis = recorded(train_loss_epoch=[scale, 3 * scale]).plot().axes[0]
+    ticks = axis.yaxis.get_major_formatter().format_ticks(axis.get_yticks())
+    assert len(set(ticks)) == len(ticks)
+
+
 @pytest.mark.parametrize("epochs", [1, 2, 13, 100])
 def test_ticks_are_at_whole_epochs(epochs):
     ticks = recorded(train_loss_epoch=[1.0] * epochs).plot().axes[0].get_xticks().tolist()

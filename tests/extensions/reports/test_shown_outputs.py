@@ -205,6 +205,7 @@ def test_pictures_are_in_trackers_that_take_images(tmp_path, monkeypatch):
     assert texts == {"half <1>": "outputs/half <1>-000012.png", "text": "some"}
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("trackers")
 @pytest.mark.xdist_group("mlflow")
 def test_pictures_are_artifacts_of_mlflow(tmp_path, monkeypatch):
@@ -282,6 +283,8 @@ def test_replicated_and_sharded_language_models_generate_alike(two_ranks):
 def test_showing_outputs_refuses_invalid_arguments():
     with pytest.raises(TypeError, match="function='text' must be a function of the model"):
         ShowOutputsCallback("text")
+    with pytest.raises(TypeError, match="name=3 must be a string that is not empty"):
+        ShowOutputsCallback(first_output, name=3)
     with pytest.raises(ValueError, match="every='5 steps' must be a positive number and one of updates"):
         ShowOutputsCallback(first_output, "5 steps")
     with pytest.raises(ZeroDivisionError):

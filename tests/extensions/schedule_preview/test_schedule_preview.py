@@ -28,3 +28,5 @@ def test_previews_accept_rates_of_numpy_and_torch(rate):
 def test_previews_name_a_rate_that_is_none():
     with pytest.raises(TypeError, match=r"^lr='high' must be a number, or a list"):
         schedule_values(partial(torch.optim.lr_scheduler.StepLR, step_size=1), 2, "high")
+    with pytest.raises(TypeError, match="create_scheduler_fn=None must be a function, not NoneType"):
+        schedule_values(None, 2)

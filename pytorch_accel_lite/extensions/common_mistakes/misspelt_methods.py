@@ -1,0 +1,66 @@
+"""Warning of methods of a trainer's subclass that are called almost like one to override, and never called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import FunctionType
+
+from pytorch_accel_lite.extension_tools.arguments_and_errors import (
+    did_you_mean,
+    is_from_this_package,
+    is_overridden,
+    warn_outside,
+)
+
+#: The methods that "The training loop" in the documentation says to override.
+_TO_OVERRIDE = (
+    "create_train_dataloader",
+    "create_eval_dataloader",
+    "get_default_train_dl_kwargs",
+    "get_default_eval_dl_kwargs",
+    "create_scheduler",
+    "training_run_start",
+    "training_run_end",
+    "training_run_epoch_end",
+    "train_epoch_start",
+    "train_epoch_end",
+    "calculate_train_batch_loss",
+    "backward_step",
+    "clip_gradients",
+    "optimizer_step",
+    "scheduler_step",
+    "optimizer_zero_grad",
+    "eval_epoch_start",
+    "calculate_eval_batch_loss",
+    "eval_epoch_end",
+    "evaluation_run_start",
+    "evaluation_run_end",
+    "calculate_predict_batch_output",
+    "train_step",
+    "advance_scheduler",
+)
+
+
+def warn_of_misspelt_methods(objects: Iterable[object]) -> None:
+    """Warn of methods named almost like one to override, unless that is overridden, or another method names them."""
+    for trainer in objects:
+        kind = type(trainer)
+        if not hasattr(kind, "calculate_train_batch_loss"):
+            continue
+        meant = [name for name in _TO_OVERRIDE if not is_overridden(trainer, name)]
+        for name in _methods_that_nothing_names(kind):
+            hint = did_you_mean(name, meant, cutoff=0.88)
+            if hint:
+                warn_outside(
+                    f"{kind.__name__}.{name} is not a method of the trainer: it is called only if your program does."
+                    f"{hint}"
+                )
+
+
+def _methods_that_nothing_names(kind: type) -> list[str]:
+    """Return the methods that a user adds to the trainer, and that no method of the user's classes calls."""
+    added = {name: f for one in kind.__mro__ if not is_from_this_package(one) for name, f in vars(one).items()}
+    ours = {name for one in kind.__mro__ if is_from_this_package(one) for name in vars(one)}
+    functions = {name: function for name, function in added.items() if isinstance(function, FunctionType)}
+    named = {word for function in functions.values() for word in function.__code__.co_names}
+    return [name for name in functions if name not in named | ours]
