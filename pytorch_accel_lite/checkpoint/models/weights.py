@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.modules.unwrapping import without_compile
-from pytorch_accel_lite.base.types import Keys, StateDict, Tree
+from pytorch_accel_lite.base.types import JsonObject, Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import checkpoint_of
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors
@@ -90,10 +90,12 @@ def fit_model_state(
     local = without_compile(current)
     state = _without_wrappers(state, local)
     shapes = {
-        key: f"{key} (checkpoint {tuple(state[key].shape)}, model {tuple(local[key].shape)})"
+        key: f"{key} (checkpoint {_shape_of(state[key])}, model {tuple(local[key].shape)})"
         for key in local.keys() & state.keys()
         # Lazy layers have no shape before their first batch, and extra state never has one.
-        if isinstance(local[key], torch.Tensor) and not is_lazy(local[key]) and state[key].shape != local[key].shape
+        if isinstance(local[key], torch.Tensor)
+        and not is_lazy(local[key])
+        and _shape_of(state[key]) != tuple(local[key].shape)
     }
     if shapes:
         of_any_shape = _prefixes_of_any_shape(model)
@@ -116,6 +118,11 @@ def fit_model_state(
     fitted = OrderedDict((names[key], sharded_like(local[key], state[key])) for key in fitting)
     vars(fitted)["_metadata"] = getattr(current, "_metadata", {})  # some modules need the versions in it
     return fitted
+
+
+def _shape_of(value: object) -> tuple[int, ...] | str:
+    """Return the shape of a weight; of anything else that a file has in its place, the type."""
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _prefixes_of_any_shape(model: nn.Module) -> set[str]:
@@ -171,8 +178,8 @@ def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
     """
     is_single_file = (directory / WEIGHTS).is_file()
     has_index = not is_single_file and (directory / _INDEX).is_file()
-    index = json.loads((directory / _INDEX).read_text()) if has_index else {}
-    names = [WEIGHTS] if is_single_file else sorted(set(index.get("weight_map", {}).values()))
+    index, placed = _read_index(directory / _INDEX) if has_index else ({}, set[str]())
+    names = [WEIGHTS] if is_single_file else sorted(placed)
     files = [directory / name for name in names] or sorted(directory.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(
@@ -182,6 +189,22 @@ def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
     if missing:
         raise FileNotFoundError(f"{missing[0]} is missing in {os.fspath(directory)!r}, whose index names it.")
     return files, open_tensors(files[0])[1] if is_single_file else index.get("metadata", {})
+
+
+def _read_index(path: Path) -> tuple[JsonObject, set[str]]:
+    """Return the index of a large model's files, and the names of the files.
+
+    Raises:
+        ValueError: if the file is damaged, or no index
+    """
+    try:
+        index = json.loads(path.read_bytes())
+        names = {os.fspath(name) for name in index.get("weight_map", {}).values()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"The file {os.fspath(path)!r} is damaged, or not the index of a model's files: restore it from a copy."
+        ) from error
+    return index, names
 
 
 def read_pretrained(directory: Path, model: nn.Module) -> StateDict:

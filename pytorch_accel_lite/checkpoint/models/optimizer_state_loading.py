@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -9,6 +11,7 @@ from torch.optim import Optimizer
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.models.weights import sharded_like
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created, optimized_parameters, step_modules
+from pytorch_accel_lite.optimizers.optimizer_states import load_keeping_types
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.optimizers.param_group_options import note_options
 
@@ -35,12 +38,13 @@ def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
     }
     had = [group.keys() for group in groups]
     before = optimizer.state_dict() if is_created(optimizer) else {}
-    optimizer.load_state_dict({**state, "state": sharded})
+    load = partial(load_keeping_types, optimizer) if is_created(optimizer) else optimizer.load_state_dict
+    load({**state, "state": sharded})
     # The optimizer's class fills in options that a newer torch has added.
     now = getattr(optimizer, "param_groups", ())
     lost = {key for keys, group in zip(had, now, strict=False) for key in keys - group.keys()}
     if missing := sorted(lost & getattr(optimizer, "defaults", {}).keys()):
-        optimizer.load_state_dict(before)
+        load_keeping_types(optimizer, before)
         raise ValueError(f"it is of another class of optimizers, without {', '.join(missing)}")
     if is_created(optimizer):
         note_options(optimizer)
