@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Literal
 
 from pytorch_accel_lite.base.display.formatting import wrapped
@@ -144,7 +145,7 @@ def _note_stop(trainer: TrainerLike, run: Run, stop: StopTrainingError) -> None:
         trainer.print(reason)
     else:
         text = wrapped(reason if reason.startswith("Stop") else f"Stopped: {reason}")
-        run.end.last_calls.append(lambda: trainer.print(text))
+        run.end.last_calls.append(partial(trainer.print, text))
     _call_ending_event(trainer, run, "on_stop_training_error")
     run.record_interrupted_epoch(trainer.run_history)  # after a state has been saved
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
-from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator
@@ -25,6 +24,7 @@ from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.user_code import overridden_methods
+from pytorch_accel_lite.base.weak_sets import TransientSet
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batch_adapter import LossFunction
 from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
@@ -311,7 +311,7 @@ class Run:
         """Create an evaluation or prediction run within this one, with its own batches and losses."""
         return replace(
             self,
-            data=replace(self.data, made_loaders=WeakSet()),
+            data=replace(self.data, made_loaders=TransientSet()),
             schedule=replace(self.schedule, initial_options=[]),
             end=replace(self.end, last_calls=[]),
             loop=replace(self.loop),
