@@ -404,18 +404,43 @@ def is_linked(node):
     return False
 
 
-# The navigation of pages with code, by the depth of the folder of the page.
-code_navigation = {}
+# The navigation as on a page that it does not list, by that page.
+navigation = {}
 
 
 def reuse_navigation(app, pagename, templatename, context, doctree):
-    """Compute the navigation once for all pages with code, which it does not list."""
-    if pagename.startswith("_modules/"):
-        toctree, depth = context["toctree"], pagename.count("/")
-        context["toctree"] = lambda **options: (
-            code_navigation.get(depth)
-            or code_navigation.setdefault(depth, toctree(**options))
-        )
+    """Compute the navigation once: on each page, it would take a fourth of a build."""
+    folders = pagename.split("/")[:-1]
+    if folders[:1] == ["_modules"]:  # pages with code, which are not listed
+        folders = ["_modules"] * len(folders)
+    unlisted = "/".join([*folders, "_"])
+    link = app.builder.get_relative_uri(unlisted, pagename)
+
+    def toctree(**options):
+        if unlisted not in navigation:
+            create = app.builder._get_local_toctree  # noqa: SLF001
+            navigation[unlisted] = create(unlisted, **options)
+        return with_current_page(navigation[unlisted], link)
+
+    if "toctree" in context:
+        context["toctree"] = toctree
+
+
+def with_current_page(html, link):
+    """Mark the current page in the navigation, and all entries above it."""
+    before, entry, after = html.partition(
+        f'<a class="reference internal" href="{link}">'
+    )
+    if not entry:
+        return html
+    opened = []
+    for tag in re.finditer(r"<(/?)(?:ul|li)\b[^>]*>", before):
+        opened.pop() if tag[1] else opened.append(tag)
+    for tag in reversed(opened):
+        marked = tag[0].replace("<ul>", '<ul class="current">')
+        marked = re.sub(r'<li class="([^"]*)', r'<li class="\1 current', marked)
+        before = before[: tag.start()] + marked + before[tag.end() :]
+    return f'{before}<a class="current reference internal" href="#">{after}'
 
 
 def setup(app):

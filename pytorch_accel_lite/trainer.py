@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
@@ -19,7 +18,7 @@ from pytorch_accel_lite.base.arguments.checked_calls import checked_calls
 from pytorch_accel_lite.base.arguments.constructor_calls import LIBRARY_ATTRIBUTES
 from pytorch_accel_lite.base.arguments.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.display.reprs import join_wrapped, short_repr
-from pytorch_accel_lite.base.machine.devices import launched_on_cpus
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.missing_extensions import add_missing_method_errors
 from pytorch_accel_lite.base.modules.module_modes import without_gradients
 from pytorch_accel_lite.base.modules.sharded_weights import is_sharded
@@ -46,10 +45,10 @@ from pytorch_accel_lite.data.dataloader_creation import (
     dataloader_for,
     default_loader_kwargs,
 )
-from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, Source
+from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, Source, dataset_of
 from pytorch_accel_lite.data.step_outputs import total_loss
 from pytorch_accel_lite.distributed import Ranks, launched_processes, shutdown
-from pytorch_accel_lite.distributed.accelerator import create_accelerator, find_unused_in_ddp
+from pytorch_accel_lite.distributed.accelerator import create_accelerator, default_accelerator, find_unused_in_ddp
 from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.closures import replaying_step
@@ -87,7 +86,6 @@ from pytorch_accel_lite.optimizers.optimizer_types import (
 )
 from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
-from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.ending.stop_errors import RunPausedError
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.goodput import Goodput
@@ -98,7 +96,7 @@ from pytorch_accel_lite.run.metrics.metrics_seam import METRICS
 from pytorch_accel_lite.run.metrics.watched_metric import latest_metric
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
-from pytorch_accel_lite.run.run import Run, Step
+from pytorch_accel_lite.run.run import CompiledForwardLike, Run, Step
 from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.scheduler_stepping import step_after_epoch, step_timms_after_epoch
 from pytorch_accel_lite.run.step_division import create_division
@@ -167,6 +165,16 @@ def _run_for_assignment(trainer: Trainer, loader_of: Literal["train", "eval"] | 
             f"running. Store your own loader under another name, and return it from create_{loader_of}_dataloader()."
         )
     return trainer.current_run
+
+
+def _warn_if_not_read(trainer: Trainer, name: str, dataset: Source, loader: Source) -> None:
+    """Warn of a dataset that a program assigns within a run, if the run has created its loader, of other data."""
+    read = dataset_of(getattr(loader, "source", loader))
+    if trainer.open_runs and loader is not None and dataset is not read and trainer.ranks.rank == 0:
+        warn_outside(
+            f"trainer.{name} = ... has no effect on the run in progress, which reads trainer.{name[:-3]}loader. Assign "
+            "a loader to that, or pass the dataset to the next run."
+        )
 
 
 @add_missing_method_errors
@@ -408,7 +416,7 @@ class Trainer:
     def evaluate(
         self,
         dataset: NamedData | None = None,
-        per_device_batch_size: int = DEFAULT_BATCH_SIZE,
+        per_device_batch_size: int | None = None,
         dataloader_kwargs: LoaderKwargs | None = None,
         collate_fn: CollateFunction | None = None,
         *,
@@ -422,8 +430,9 @@ class Trainer:
         Args:
             dataset: a dataset or a ``DataLoader``; defaults to the ``eval_dataset`` of the last training run, and is
                 not needed if ``create_eval_dataloader`` is overridden. Datasets in a dict are evaluated one by one, and
-                their names (strings) prefix the names of the metrics. Without ``dataset``, arguments that are left at
-                their defaults are those of that training, so that the same batches are read.
+                their names (strings) prefix the names of the metrics. Without ``dataset``, arguments that are not
+                passed are those of that training, so that the same batches are read.
+            per_device_batch_size: number of samples in a batch of one process; 8 by default
             dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults; ``drop_last=True`` leaves
                 out the samples of a smaller last batch
             auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many parts
@@ -434,7 +443,9 @@ class Trainer:
             the run history, except, within a run, for metrics that the run's own evaluations record. After a run, its
             curves and rows do not contain them.
         """
-        arguments = DataArguments(dataset, per_device_batch_size, dataloader_kwargs, collate_fn, auto_microbatch)
+        has_size = per_device_batch_size is not None
+        size = DEFAULT_BATCH_SIZE if per_device_batch_size is None else per_device_batch_size
+        arguments = DataArguments(dataset, size, dataloader_kwargs, collate_fn, auto_microbatch, has_size)
         return evaluation.evaluate(self, arguments)
 
     def run_evaluation(
@@ -892,10 +903,8 @@ class Trainer:
         """
 
     def _create_accelerator(self) -> Accelerator:
-        """Create the ``Accelerator`` if none was passed. Gradients are reduced in place, without copies."""
-        in_place = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-        precision = self._requested_precision
-        return Accelerator(mixed_precision=precision, cpu=launched_on_cpus(), kwargs_handlers=[in_place])
+        """Create the ``Accelerator`` if none was passed."""
+        return default_accelerator(self._requested_precision)
 
     def _create_callback_handler(self) -> CallbackHandler:
         """Create what calls the callbacks, with those that environment variables add."""
@@ -1112,6 +1121,7 @@ class Trainer:
     @train_dataset.setter
     def train_dataset(self, dataset: Source) -> None:
         _run_for_assignment(self).data.train_dataset = dataset
+        _warn_if_not_read(self, "train_dataset", dataset, self.train_dataloader)
 
     @property
     def eval_dataset(self) -> Source:
@@ -1121,6 +1131,7 @@ class Trainer:
     @eval_dataset.setter
     def eval_dataset(self, dataset: Source) -> None:
         _run_for_assignment(self).data.eval_dataset = dataset
+        _warn_if_not_read(self, "eval_dataset", dataset, self.eval_dataloader)
 
     @property
     def collate_fn(self) -> CollateFunction | None:
@@ -1278,7 +1289,7 @@ class Trainer:
     @reserved
     def _check_scheduler(self, request: RunRequest) -> None:
         """Check that the scheduler can be stepped as the run requests."""
-        schedule_checks.check_scheduler(self, request)
+        schedule_checks.check_scheduler(self, request, "scheduler_step" in self.current_run.overridden)
 
     @reserved
     def _step_after_epoch(self) -> None:
@@ -1317,6 +1328,10 @@ class Trainer:
             run.data.train_loader, run.data.eval_loader, run.data.eval_loaders, run.batch = None, None, {}, None
             if self._made_accelerator:
                 self.accelerator.free_memory()
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave the schedule of the last run out of copies: placeholders cannot be pickled, and a run sets its own."""
+        return {**vars(self), "create_scheduler_fn": self.create_scheduler_fn if self.is_running else None}
 
     def __enter__(self) -> Self:
         return self

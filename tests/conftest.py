@@ -24,7 +24,8 @@ from tests.launching import ROOT, SOAK, EarlyCopy, EarlyFork
 from tests.rank_pool import RankPool
 from tests.small_models import fake_clock
 
-EXPENSIVE = ["job", "ancestors", "exchange", "fresh", "uninterrupted"]  # fixtures that take long to create
+# Fixtures that take long to create.
+EXPENSIVE = ["job", "ancestors", "exchange", "fresh", "offered", "runs", "uninterrupted"]
 
 EXTENSIONS = ROOT / "pytorch_accel_lite" / "extensions"
 MEMORY = Path("/dev/shm")

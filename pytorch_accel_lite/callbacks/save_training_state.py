@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 from pytorch_accel_lite.base.arguments.argument_checks import (
@@ -283,8 +284,8 @@ class SaveTrainingStateCallback(TrainerCallback):
         complete, self._complete = self._complete, None
         if (pause := end.pause) is not None:
             if self.requeue and trainer.accelerator.is_main_process:
-                end.last_calls.append(lambda: _requeue(trainer, pause))
-            end.last_calls.append(lambda: _explain_how_to_resume(trainer, complete, pause))
+                end.last_calls.append(partial(_requeue, trainer, pause))
+            end.last_calls.append(partial(_explain_how_to_resume, trainer, complete, pause))
 
     def on_exception(self, trainer: TrainerLike, *, exception: BaseException, **kwargs: object) -> None:
         try:

@@ -18,6 +18,7 @@ from pytorch_accel_lite.checkpoint.models.frozen_weights import describe_other_w
 from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import (
     fit_trained_object_states,
     load_loss_state,
+    load_state,
     undone_on_error,
 )
 from pytorch_accel_lite.checkpoint.models.supported_engines import refuse_engines
@@ -65,7 +66,7 @@ def load_checkpoint(
                 )
             _load_optimizer(trainer.optimizer, checkpoint["optimizer_state_dict"], source)
         if load_scheduler and trainer.scheduler is not None and "scheduler_state_dict" in checkpoint:
-            trainer.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
+            load_state("scheduler", trainer.scheduler, checkpoint["scheduler_state_dict"], source)
         for load in loads_of_attributes:
             load()
         load_loss_state(trainer, checkpoint.get("loss_func_state_dict", {}), source)
@@ -83,7 +84,7 @@ def load_checkpoint(
 def _load_optimizer(optimizer: TrainerOptimizer, state: StateDict, source: str) -> None:
     try:
         load_optimizer_state(optimizer, state)
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         kind = type(getattr(optimizer, "optimizer", optimizer)).__name__  # without Accelerate's wrapper
         raise ValueError(
             f"The optimizer in {source!r} does not fit the trainer's {kind}: {error}. Create it as it was when the "

@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader
 
+from pytorch_accel_lite.base.weak_sets import TransientSet
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.device_placement import to_device
 from pytorch_accel_lite.data.shares import Shares, whole_steps
@@ -104,7 +104,7 @@ class ShardedLoader(ABC):
         self._steps_done = 0
         self._min_share = 1
         self._is_placed = device.type == "cpu"  # whether batches are on the device when they are read
-        self._with_workers: WeakSet[Any] = WeakSet()  # iterators that have workers
+        self._with_workers: TransientSet[Any] = TransientSet()  # iterators that have workers
 
     @property
     def device(self) -> torch.device:

@@ -10,9 +10,17 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 
+from pytorch_accel_lite.base.machine.devices import launched_on_cpus
+
 _OF_A_TRAINER = "_was_created_by_a_trainer"  # marks the states of accelerators that trainers created
 _ARE_OF_PROCESS = type(vars(AcceleratorState)["_shared_state"]) is dict  # not per thread, as on TPUs
 _num_in_effect = 0  # how many runs have their trainer's settings in effect
+
+
+def default_accelerator(precision: str | None) -> Accelerator:
+    """Return the accelerator of a trainer without a user's own. Gradients are reduced in place, without copies."""
+    in_place = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    return Accelerator(mixed_precision=precision, cpu=launched_on_cpus(), kwargs_handlers=[in_place])
 
 
 def create_accelerator(create: Callable[[], Accelerator], precision: str | None) -> Accelerator:
@@ -47,6 +55,20 @@ def find_unused_in_ddp(accelerator: Accelerator) -> None:
     """Make ``DistributedDataParallel`` find unused parameters in models that an accelerator wraps from now on."""
     options = accelerator.ddp_handler or DistributedDataParallelKwargs()
     accelerator.ddp_handler = replace(options, find_unused_parameters=True)
+
+
+@contextmanager
+def replacing_method(accelerator: Accelerator, name: str, method: Callable[..., object]) -> Iterator[None]:
+    """Within a block, give an accelerator another method, in place of that of its class or one that it has itself."""
+    attributes = vars(accelerator)
+    before = attributes.get(name)
+    attributes[name] = method
+    try:
+        yield
+    finally:
+        attributes[name] = before
+        if before is None:
+            del attributes[name]
 
 
 @contextmanager

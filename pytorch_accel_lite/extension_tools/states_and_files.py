@@ -29,7 +29,9 @@ from pytorch_accel_lite.checkpoint.models.weights import full_state_dict, sharde
 from pytorch_accel_lite.checkpoint.states.state_store import remove_old_states, state_name
 from pytorch_accel_lite.checkpoint.stores_by_url import open_store
 from pytorch_accel_lite.run.trainer_parts.trained_objects import (
+    SavedBeside,
     buffers_beside_model,
+    find_saved_beside,
     loose_parameters,
     saved_optimizers,
     trained_objects,
@@ -37,11 +39,12 @@ from pytorch_accel_lite.run.trainer_parts.trained_objects import (
 )
 
 __all__ = [
-    "BackgroundWriter", "FROZEN", "buffers_beside_model", "check_has_trainable", "check_states_are_possible",
-    "every_part_is_held", "find_tensors", "full_state_dict", "is_of_peft", "is_of_timm", "leave_out_frozen",
-    "load_plain", "loose_parameters", "model_checksums", "open_store", "refuse_engines", "refuse_fsdp1",
-    "remove_old_states", "saved_optimizers", "sharded_like", "state_name", "trained_objects",
-    "unsaved_attribute_names", "verify_weights", "weight_checksums", "without_compile", "write_bytes",
+    "BackgroundWriter", "FROZEN", "SavedBeside", "buffers_beside_model", "check_has_trainable",
+    "check_states_are_possible", "every_part_is_held", "find_saved_beside", "find_tensors", "full_state_dict",
+    "is_of_peft", "is_of_timm", "leave_out_frozen", "load_plain", "loose_parameters", "model_checksums", "open_store",
+    "refuse_engines", "refuse_fsdp1", "remove_old_states", "saved_optimizers", "sharded_like", "state_name",
+    "trained_objects", "unsaved_attribute_names", "verify_weights", "weight_checksums", "without_compile",
+    "write_bytes",
 ]  # fmt: skip
 
 

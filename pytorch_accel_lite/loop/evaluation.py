@@ -89,7 +89,7 @@ def evaluate_all(trainer: TrainerLike, run: Run, kind: EvaluationKind) -> dict[s
                 replaced(loader, limit=loader.limit),  # a callback that limits it, and then fails, may be caught
                 _loss_in_evaluation_mode(trainer),
             ):
-                run.completes_evaluation = kind == EvaluationKind.OF_RUN and number == len(loaders)
+                run.completes_evaluation = kind is EvaluationKind.OF_RUN and number == len(loaders)
                 evaluate = _evaluation_on(trainer, run, loader, kind)
                 trainer.ranks.repeatable(evaluate, changes=trainer)
                 _note_completion(run)  # an override need not call evaluate_dataset()
@@ -121,7 +121,7 @@ def _loss_in_evaluation_mode(trainer: TrainerLike) -> Iterator[None]:
 
 def evaluate_dataset(trainer: TrainerLike, run: Run, source: Source, kind: EvaluationKind) -> None:
     """Evaluate on one dataset and record its losses."""
-    is_intermediate = kind == EvaluationKind.INTERMEDIATE
+    is_intermediate = kind is EvaluationKind.INTERMEDIATE
     trainer.eval_epoch_start()
     run.loss_trackers = trainer.division.create_trackers()
     call_start_event(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)

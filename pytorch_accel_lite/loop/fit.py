@@ -7,7 +7,6 @@ from contextlib import nullcontext
 
 import torch
 from accelerate.utils import DistributedType
-from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.arguments.argument_checks import refuse_class
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
@@ -130,8 +129,7 @@ def prepare_data(
     """Seed the generators, and create the loaders, whose order may depend on the seed or on the resumed state."""
     _set_seeds(trainer, run)
     data = run.data
-    create_train_loader(trainer, run, batch_size, train_kwargs)
-    check_gives_batches(data.required_train_loader, "train_dataset")
+    check_gives_batches(create_train_loader(trainer, run, batch_size, train_kwargs), "train_dataset")
     data.eval_arguments = DataArguments(
         data.eval_dataset, batch_size, eval_kwargs, data.collate_fn, run.request.auto_microbatch
     )
@@ -203,7 +201,6 @@ def begin_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
     _begin_history(trainer, run, reset_run_history)
     _record_settings(trainer, run)
     begin_resuming(trainer, run)
-    _plan_first_update(trainer, run)
 
 
 def _begin_history(trainer: TrainerLike, run: Run, reset: bool) -> None:
@@ -221,11 +218,3 @@ def _record_settings(trainer: TrainerLike, run: Run) -> None:
     """Record the settings for training states, before a state changes them."""
     if trainer.accelerator.is_main_process and (run.resumed is not None or run.request.saves_training_states):
         run.recorded_settings = settings_recorder().record(trainer)
-
-
-def _plan_first_update(trainer: TrainerLike, run: Run) -> None:
-    """Plan what only the first update needs: a warm-up of DDP before it, and a comparison of replicas after it."""
-    run.loop.must_compare_replicas = trainer.check_replicas and run.ranks.world_size > 1
-    run.loop.updates_at_start = run.progress.update
-    reorders = isinstance(trainer.model, DistributedDataParallel) and run.ranks.world_size > 2
-    run.loop.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 
@@ -14,21 +13,13 @@ import torch
 
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.batches import Batch
+from pytorch_accel_lite.distributed.accelerator import replacing_method
 from pytorch_accel_lite.run.run import TrainerLike
 
 
-@contextmanager
-def gathering_uneven_batches(trainer: TrainerLike) -> Iterator[None]:
+def gathering_uneven_batches(trainer: TrainerLike) -> AbstractContextManager[None]:
     """Within a block, replace Accelerate's ``gather_for_metrics`` by a version for batches of different lengths."""
-    attributes = vars(trainer.accelerator)
-    before = attributes.get("gather_for_metrics")
-    attributes["gather_for_metrics"] = partial(_gather_for_metrics, trainer)
-    try:
-        yield
-    finally:
-        attributes["gather_for_metrics"] = before
-        if before is None:
-            del attributes["gather_for_metrics"]
+    return replacing_method(trainer.accelerator, "gather_for_metrics", partial(_gather_for_metrics, trainer))
 
 
 def _gather_for_metrics(trainer: TrainerLike, input_data: Tree, use_gather_object: bool = False) -> Tree:

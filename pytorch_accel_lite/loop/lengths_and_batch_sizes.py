@@ -28,6 +28,9 @@ def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batc
     """Derive the settings of a run from its request and the length of its data."""
     accelerator, data = trainer.accelerator, run.data
     shares = trainer.division.count
+    processes = shares or data.ranks.world_size
+    train_batch_size = _batch_size_of(data.train_loader, data.train_loader_kwargs, processes) or batch_size
+    eval_batch_size = _batch_size_of(data.eval_loader, data.eval_loader_kwargs, processes) or batch_size
     steps = find_length(data.train_loader)
     accumulation = Accumulation(request.gradient_accumulation_steps)
     is_evaluation = data.train_loader is None
@@ -37,9 +40,6 @@ def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batc
         epochs = None if steps is None else accumulation.epochs_for(updates, steps)
     elif steps is not None and epochs is not None:
         updates = accumulation.updates_in(epochs, steps)
-    processes = shares or data.ranks.world_size
-    train_batch_size = _batch_size_of(data.train_loader, data.train_loader_kwargs, processes) or batch_size
-    eval_batch_size = _batch_size_of(data.eval_loader, data.eval_loader_kwargs, processes) or batch_size
     return TrainerRunConfig(
         num_epochs=epochs,
         max_num_train_steps=updates,

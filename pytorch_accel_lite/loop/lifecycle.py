@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Literal
 
 from pytorch_accel_lite.base.display.formatting import wrapped
@@ -72,8 +73,9 @@ def find_sharding(trainer: TrainerLike, run: Run) -> Sharding | None:
     Raises:
         ValueError: if the extension for it is missing
     """
-    will_be = "parallelize_model" in run.overridden or tensor_parallel_size(trainer.accelerator) > 1
-    return SHARDING.get("A run of a sharded model") if will_be or trainer.is_sharded else None
+    accelerator = trainer.accelerator
+    is_or_will_be = trainer.is_sharded or tensor_parallel_size(accelerator) > 1 or "parallelize_model" in run.overridden
+    return SHARDING.get("A run of a sharded model") if is_or_will_be else None
 
 
 @contextmanager
@@ -143,7 +145,7 @@ def _note_stop(trainer: TrainerLike, run: Run, stop: StopTrainingError) -> None:
         trainer.print(reason)
     else:
         text = wrapped(reason if reason.startswith("Stop") else f"Stopped: {reason}")
-        run.end.last_calls.append(lambda: trainer.print(text))
+        run.end.last_calls.append(partial(trainer.print, text))
     _call_ending_event(trainer, run, "on_stop_training_error")
     run.record_interrupted_epoch(trainer.run_history)  # after a state has been saved
 

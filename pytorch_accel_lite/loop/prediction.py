@@ -10,7 +10,6 @@ from itertools import chain, islice
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler
 
 from pytorch_accel_lite.base.machine.devices import is_asynchronous, record_event
 from pytorch_accel_lite.base.modules.module_modes import evaluation_mode
@@ -22,7 +21,7 @@ from pytorch_accel_lite.data.concatenation import Concatenation, concatenate, to
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
-from pytorch_accel_lite.loop.guards.prediction_checks import warn_of_lost_lists, warn_of_rows
+from pytorch_accel_lite.loop.guards.prediction_checks import check_order, warn_of_lost_lists, warn_of_rows
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import end_failed_run
 from pytorch_accel_lite.run.error_notes_seam import adding_error_notes
@@ -83,16 +82,7 @@ def _predict_by_step(
     dataset = arguments.dataset
     if isinstance(dataset, dict):
         raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
-    options = arguments.loader_kwargs or {}
-    if isinstance(dataset, DataLoader):
-        options = {"shuffle": type(dataset.sampler) is RandomSampler, "drop_last": dataset.drop_last}
-    for key in ("shuffle", "drop_last"):
-        if options.get(key):
-            where = "dataset" if isinstance(dataset, DataLoader) else "dataloader_kwargs"
-            raise ValueError(
-                f"{where} has {key}={options[key]!r}, but predict returns the outputs for every sample, in the order "
-                f"of the dataset. Omit {key}."
-            )
+    check_order(dataset, arguments.loader_kwargs or {})
     request = RunRequest("prediction", num_epochs=1)
     with inference_run(trainer, request, arguments) as run:
         try:

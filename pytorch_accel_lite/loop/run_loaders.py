@@ -11,14 +11,17 @@ from pytorch_accel_lite.data.sources import Source, dataset_of, find_length
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
 
-def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: LoaderKwargs | None) -> None:
-    """Create the loader of the training batches."""
+def create_train_loader(
+    trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: LoaderKwargs | None
+) -> ShardedLoader:
+    """Create the loader of the training batches, and return it."""
     source = trainer.create_train_dataloader(batch_size, loader_kwargs)
     run.data.train_dataset = dataset_of(run.data.train_dataset)
-    run.data.train_loader = loader_of_run(trainer, run, source, training=True)
+    run.data.train_loader = loader = loader_of_run(trainer, run, source, training=True)
     sampler = getattr(source, "sampler", None)
     if isinstance(sampler, NamedSampler) and (lengths := describe_lengths(sampler)):
         trainer.print(lengths)
+    return loader
 
 
 def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: LoaderKwargs | None) -> None:

@@ -20,6 +20,7 @@ from pytorch_accel_lite.base.random_generators.reachable_objects import is_gener
 from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.base.values.tensor_bits import distinct_elements
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
+from pytorch_accel_lite.optimizers.optimizer_states import load_state_of
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import (
     all_registered_objects,
@@ -56,7 +57,7 @@ class Snapshot(ExitStack):
     def keep_states(self, owners: Iterable[HasStateDict]) -> None:
         """Keep the states of objects with ``state_dict()`` and ``load_state_dict(state)``, restored in this order."""
         for owner, state in reversed([(owner, copy.deepcopy(owner.state_dict())) for owner in owners]):
-            self.callback(owner.load_state_dict, state)
+            self.callback(load_state_of, owner, state)
 
     def keep_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep the values of tensors."""

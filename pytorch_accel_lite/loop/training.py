@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
+from torch.nn.parallel import DistributedDataParallel
+
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.sources import BatchOutput
@@ -35,11 +37,20 @@ from pytorch_accel_lite.run.trainer_parts.optimizer_modes import set_optimizer_m
 
 
 def begin_training(trainer: TrainerLike, run: Run) -> None:
-    """Start the clock, schedule the evaluations, and let the step prepare for its first batch."""
+    """Start the clock, plan the evaluations and the first update, and let the step prepare for its first batch."""
     run.control.start_clock()
     begin_evaluations(run)
     run.loop.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
+    _plan_first_update(trainer, run)
     run.training_step.begin(trainer, run)
+
+
+def _plan_first_update(trainer: TrainerLike, run: Run) -> None:
+    """Plan what only the first update needs: a warm-up of DDP before it, and a comparison of replicas after it."""
+    run.loop.must_compare_replicas = trainer.check_replicas and run.ranks.world_size > 1
+    run.loop.updates_at_start = run.progress.update
+    reorders = isinstance(trainer.model, DistributedDataParallel) and run.ranks.world_size > 2
+    run.loop.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0
 
 
 def train(trainer: TrainerLike, run: Run) -> None:
@@ -138,12 +149,14 @@ def train_epoch(trainer: TrainerLike, run: Run) -> bool:
 
 def _begin_train_epoch(trainer: TrainerLike, run: Run) -> None:
     """Fire the starting events of the steps of an epoch."""
+    # The two starting events may reset what a state has restored, so a resumed run restores it once more after them.
     options = options_before_epoch(trainer, run)
     trainer.train_epoch_start()
     run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
     if trainer.callback_handler.listeners["on_train_epoch_start"]:
         call_start_event(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
+    # Noted here, as a run whose state is restored no longer knows that it is resumed.
     run.loop.must_sync_at_start = run.resumed is not None
     end_resuming(trainer, run, options)
     set_optimizer_modes(trainer, training=True)

@@ -58,18 +58,19 @@ def state_class_names(optimizer: TrainerOptimizer) -> list[list[str]]:
 def step_modules(optimizer: TrainerOptimizer) -> list[str]:
     """Return, for each parameter group, the module whose code steps it: ``torch.optim.adam``, also if derived."""
     parts = parts_of_optimizer(optimizer).values() or [optimizer]
-    steps = [(getattr(type(_without_wrappers(part)), "step", None), part.param_groups) for part in parts]
+    steps = [(getattr(type(without_wrappers(part)), "step", None), part.param_groups) for part in parts]
     return [str(getattr(step, "__module__", "")) for step, groups in steps for _ in groups]
 
 
-def _without_wrappers(optimizer: TrainerOptimizer) -> Optimizer:
+def without_wrappers(optimizer: TrainerOptimizer) -> Optimizer:
+    """Return the optimizer in the wrapper of Accelerate, or itself."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer
     return optimizer  # type: ignore[no-any-return]
 
 
 def _classes(optimizer: TrainerOptimizer) -> list[str]:
-    optimizer = _without_wrappers(optimizer)
+    optimizer = without_wrappers(optimizer)
     names = []
     for kind in type(optimizer).__mro__:
         if issubclass(kind, Optimizer) and kind is not Optimizer:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
-from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator
@@ -25,6 +24,7 @@ from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.user_code import overridden_methods
+from pytorch_accel_lite.base.weak_sets import TransientSet
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batch_adapter import LossFunction
 from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
@@ -32,9 +32,9 @@ from pytorch_accel_lite.data.named_datasets import NamedDatasets
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, find_length
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerOptimizer, TrainerScheduler
+from pytorch_accel_lite.optimizers.param_group_options import Options
 from pytorch_accel_lite.run.accumulation import Accumulation, Count, GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
-from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.ending.run_end import RunEnd
 from pytorch_accel_lite.run.ending.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.run.events import Phase
@@ -47,7 +47,6 @@ from pytorch_accel_lite.run.metrics.losses import LossTrackers
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run_data import RunData
-from pytorch_accel_lite.run.run_schedule import RunSchedule
 from pytorch_accel_lite.run.skipped_batches import SkippedBatches
 from pytorch_accel_lite.run.step_division import Division
 from pytorch_accel_lite.run.trainer_parts.accelerated_model import PreparedModel
@@ -170,6 +169,22 @@ class Step:
     def load_state_dict(self, state: StateDict) -> None:
         """Restore the result of ``state_dict()``. States of earlier versions and of other kinds may lack a key."""
         self.skipped_updates = state.get("skipped_updates", 0)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class RunSchedule:
+    """The state of a run's learning rate schedule.
+
+    Attributes:
+        initial_options: options of the optimizer before any schedule, if the run has a schedule
+        shift: by how many updates the schedule is ahead of ``progress.update``, after a resumption with more or fewer
+            updates per epoch
+        is_recreated: whether the schedule of a resumed run is recreated rather than restored
+    """
+
+    initial_options: Options = field(default_factory=list)
+    shift: int = 0
+    is_recreated: bool = False
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -296,7 +311,7 @@ class Run:
         """Create an evaluation or prediction run within this one, with its own batches and losses."""
         return replace(
             self,
-            data=replace(self.data, made_loaders=WeakSet()),
+            data=replace(self.data, made_loaders=TransientSet()),
             schedule=replace(self.schedule, initial_options=[]),
             end=replace(self.end, last_calls=[]),
             loop=replace(self.loop),
@@ -611,7 +626,28 @@ class TrainerLike(Protocol):
     def close(self) -> None: ...
 
 
-# What extensions fill, with interfaces that take the trainer and its run.
+# What extensions fill, with interfaces that take the trainer and its run, or that a trainer has.
+
+
+class CompiledForwardLike(Protocol):
+    """A compiled ``calculate_train_batch_loss``.
+
+    Attributes:
+        logged: the values logged during compilation: name, value and weight of each
+    """
+
+    logged: list[tuple[str, torch.Tensor | float, Count | None]]
+
+    def disable(self, reason: str) -> None:
+        """Compute all further batches without compilation, and warn once of the reason."""
+
+    def __call__(self, batch: BatchData) -> BatchOutput:
+        """Return the output of the trainer's method."""
+
+    def outputs_and_loss(
+        self, model: nn.Module, loss_func: LossFunction | None, batch: BatchData, read: Batch | None
+    ) -> BatchOutput:
+        """Return the output of the trainer's ``BatchAdapter``, as far as it may be traced."""
 
 
 class InferenceStep(Protocol):

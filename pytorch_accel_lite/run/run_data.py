@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from weakref import WeakSet
 
+from pytorch_accel_lite.base.weak_sets import TransientSet
 from pytorch_accel_lite.data import NamedData, ShardedLoader
 from pytorch_accel_lite.data.dataloader_creation import DEFAULT_BATCH_SIZE, LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction
@@ -21,6 +21,7 @@ class DataArguments(NamedTuple):
         loader_kwargs: the user's arguments for the loaders, which come before the batch size and the function
         collate_fn: the user's function that makes a batch from a list of samples, if one was passed
         auto_microbatch: for an evaluation, whether batches that do not fit into memory are split
+        has_batch_size: for an evaluation, whether its batch size was passed
     """
 
     dataset: NamedData | None = None
@@ -28,17 +29,18 @@ class DataArguments(NamedTuple):
     loader_kwargs: LoaderKwargs | None = None
     collate_fn: CollateFunction | None = None
     auto_microbatch: bool = False
+    has_batch_size: bool = False
 
     def completed_by(self, other: DataArguments) -> DataArguments:
-        """Return these arguments, with those of ``other`` where these are the defaults."""
+        """Return these arguments, with those of ``other`` where none were passed."""
         kwargs = self.loader_kwargs
-        has_size, has_function = self.batch_size != DEFAULT_BATCH_SIZE, self.collate_fn is not None
+        has_function = self.collate_fn is not None
         if kwargs is None and other.loader_kwargs is not None:
-            own = {"batch_size": has_size, "collate_fn": has_function}
+            own = {"batch_size": self.has_batch_size, "collate_fn": has_function}
             kwargs = {name: value for name, value in other.loader_kwargs.items() if not own.get(name)}
         return DataArguments(
             other.dataset if self.dataset is None else self.dataset,
-            self.batch_size if has_size else other.batch_size,
+            self.batch_size if self.has_batch_size else other.batch_size,
             kwargs,
             self.collate_fn if has_function else other.collate_fn,
             self.auto_microbatch or other.auto_microbatch,
@@ -82,7 +84,7 @@ class RunData:
     eval_dataset_name: str | None = None
     eval_loaders: dict[str, ShardedLoader] = field(default_factory=dict)
     eval_loader_kwargs: LoaderKwargs | None = None
-    made_loaders: WeakSet[ShardedLoader] = field(default_factory=WeakSet)
+    made_loaders: TransientSet[ShardedLoader] = field(default_factory=TransientSet)
     has_fillers: bool = True
     eval_arguments: DataArguments = field(default_factory=DataArguments)
 

@@ -13,6 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.amp.grad_scaler import OptState
 
 from pytorch_accel_lite.base.modules.sharded_weights import are_sharded, local_shard
+from pytorch_accel_lite.distributed.accelerator import replacing_method
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import ClippingOrder, Run, TrainerLike
@@ -118,16 +119,8 @@ def _unscaled(trainer: TrainerLike) -> Iterator[None]:
     """Within a block, gradients are unscaled, and Accelerate's functions that clip do not unscale them again."""
     if not trainer.current_run.training_step.updates_one_by_one:  # such a step has unscaled them
         unscale(trainer)
-    overriding = vars(trainer.accelerator)
-    before = overriding.get("unscale_gradients")
-    overriding["unscale_gradients"] = _leave_unscaled
-    try:
+    with replacing_method(trainer.accelerator, "unscale_gradients", _leave_unscaled):
         yield
-    finally:
-        if before is None:
-            del overriding["unscale_gradients"]
-        else:
-            overriding["unscale_gradients"] = before
 
 
 def _leave_unscaled(optimizer: object = None) -> None:

@@ -6,8 +6,7 @@ from typing import Any, Protocol
 
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.data.batch_adapter import BatchAdapter
-from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
-from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.run import CompiledForwardLike, TrainerLike
 
 
 class StepCompiler(Protocol):

@@ -80,6 +80,7 @@ def test_texts_among_metrics_are_shown_in_a_line():
 
 @pytest.mark.extension("trackers")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its database
+@pytest.mark.xdist_group("mlflow")  # its import takes seconds
 def test_mlflow_gets_names_that_it_accepts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where it keeps files besides
     mlflow = pytest.importorskip("mlflow")

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.checkpoint import replacing
+from pytorch_accel_lite.steps.plain_step import PlainStep
 from tests import ancestor
 from tests.checkpoint.small_checkpoints import trained
 from tests.launching import run_code
@@ -260,3 +261,15 @@ def test_entries_of_a_training_state_are_not_hidden(tmp_path):
             trainer.save_training_state(tmp_path / "other", {name: 1})
     with pytest.raises(ValueError, match="has its own 'seed', 'world_size'"):
         trainer.save_training_state(tmp_path / "other", {"world_size": 1, "seed": 1})
+
+
+@pytest.mark.parametrize("name", ["extra", "history", "optimizer"])
+def test_an_entry_of_a_step_replaces_none_of_the_trainer(tmp_path, name):
+    class Own(PlainStep):
+        def state_dict(self):
+            return {**super().state_dict(), name: 1}
+
+    trainer = train(make_trainer())
+    trainer.current_run.training_step = Own(trainer, trainer.current_run)
+    with pytest.raises(ValueError, match=f"The state of Own has '{name}', which training states have already"):
+        trainer.save_training_state(tmp_path / "state")

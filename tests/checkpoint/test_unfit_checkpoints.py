@@ -332,3 +332,29 @@ def test_modules_that_load_themselves_may_have_other_shapes(tmp_path):
     first.save_checkpoint(tmp_path / "model.pt")
     second.load_checkpoint(tmp_path / "model.pt")
     assert equal_weights(weights(second.model), weights(first.model))
+
+
+ODD: dict[str, dict[str, Any]] = {
+    "model_state_dict": {"model_state_dict": [1]},
+    "attribute_state_dicts": {"attribute_state_dicts": 5},
+    "frozen_weights": {"frozen_weights": 3},
+    "'model_state_dict' is not a dict with names": {"model_state_dict": {0: torch.ones(1)}},
+    r"0.bias \(checkpoint str, model \(8,\)\)": {"model_state_dict": make_model().state_dict() | {"0.bias": "none"}},
+    "The optimizer in .* does not fit": {"optimizer_state_dict": "none"},
+    "The scheduler in .* does not fit": {"scheduler_state_dict": 3},
+}
+
+
+@pytest.mark.parametrize("match", ODD)
+def test_a_file_with_odd_entries_is_named(tmp_path, match):
+    trainer = train(make_trainer(), create_scheduler_fn=partial(StepLR, step_size=2))
+    torch.save({"model_state_dict": make_model(1).state_dict()} | ODD[match], tmp_path / "odd.pt")
+    assert "odd.pt" in refuse_file(tmp_path / "odd.pt", ValueError, match, trainer)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": {"0.weight": 5}}'])
+def test_a_damaged_index_of_files_is_named(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    refuse_file(
+        tmp_path, ValueError, r"model.safetensors.index.json' is damaged, or not the index", load_optimizer=False
+    )

@@ -13,7 +13,16 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError
 from tests.scripts.resumable import make_model, run, saved_states
-from tests.small_models import adamw_trainer, changed_manifest, float64_data, float64_model, make_trainer, train
+from tests.small_models import (
+    adamw_trainer,
+    changed_manifest,
+    equal_weights,
+    float64_data,
+    float64_model,
+    make_trainer,
+    train,
+    weights,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 
@@ -159,3 +168,34 @@ def test_removed_and_added_callbacks_are_named(tmp_path):
         pytest.warns(UserWarning, match="state of callback 'EarlyStoppingCallback', which no longer exists"),
     ):
         trainer.load_training_state(state)
+
+
+def test_a_state_with_an_unfit_attribute_loads_nothing(tmp_path):
+    def create(width: int) -> Trainer:
+        trainer = make_trainer()
+        trainer.critic = torch.nn.Linear(1, width)
+        trainer.critic_optimizer = torch.optim.SGD(trainer.critic.parameters())
+        return trainer
+
+    saved = train(create(2))
+    saved.save_training_state(tmp_path / "state")
+    trainer = create(3)
+    before = weights(trainer.model)
+    with pytest.raises(ValueError, match=r"The critic in .* does not fit"):
+        trainer.load_training_state(tmp_path / "state")
+    assert equal_weights(weights(trainer.model), before)
+    assert trainer.progress.update == 0
+
+
+def test_an_error_of_a_callback_that_loads_is_named(tmp_path):
+    class Counts(TrainerCallback):
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    train(make_trainer([Counts(), SaveTrainingStateCallback(tmp_path)]))
+    with pytest.raises(KeyError, match="count") as caught:
+        train(make_trainer([Counts(), SaveTrainingStateCallback(tmp_path)]), epochs=2, resume_from="latest")
+    assert "In loading the state of the callback 'Counts'." in caught.value.__notes__

@@ -216,6 +216,7 @@ def test_arguments_of_evaluate_come_before_those_of_the_training():
         return evaluated_batches(EVALUATED, evaluate, **train)[1]
 
     assert [len(batch) for batch in read(per_device_batch_size=16)] == [16, 4]
+    assert [len(batch) for batch in read(per_device_batch_size=8)] == [8, 8, 4]
     assert read(collate_fn=torch.utils.data.default_collate)[0] == EVALUATED.tensors[1][:5].flatten().tolist()
     assert [len(batch) for batch in read(dataloader_kwargs={})] == [5] * 7 + [2]
     assert [len(batch) for batch in read(dataset=float64_data(9))] == [8, 1]

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from pytorch_accel_lite import Trainer
 from tests.refusals import WHOLE
@@ -73,6 +81,37 @@ def test_predict_refuses_to_reorder_or_leave_out_samples(key):
     with pytest.raises(ValueError, match=match.replace("loader_kwargs", "set")):
         trainer.predict(DataLoader(make_data(5), 2, **{key: True}))
     assert torch.equal(trainer.predict(**arguments, dataloader_kwargs={key: False}), trainer.predict(**arguments))
+
+
+@pytest.mark.parametrize(
+    ("key", "options"),
+    [
+        ("shuffle", {"sampler": SubsetRandomSampler(range(4))}),
+        ("shuffle", {"sampler": DistributedSampler(make_data(5), 1, 0)}),
+        ("shuffle", {"batch_sampler": BatchSampler(RandomSampler(range(5)), 2, drop_last=False)}),
+        ("drop_last", {"batch_sampler": BatchSampler(SequentialSampler(range(5)), 2, drop_last=True)}),
+    ],
+)
+def test_predict_refuses_samplers_that_reorder_or_leave_out(key, options):
+    with pytest.raises(ValueError, match=f"dataset has {key}=True"):
+        make_trainer().predict(DataLoader(make_data(5), **options))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital'")
+def test_predict_refuses_a_shuffled_stateful_dataloader():
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    data = stateful.StatefulDataLoader(make_data(5), 2, shuffle=True)
+    with pytest.raises(ValueError, match="dataset has shuffle=True"):
+        make_trainer().predict(data)
+
+
+def test_predict_follows_samplers_in_order():
+    trainer, data = make_trainer(), make_data(5)
+    expected = trainer.predict(data)
+    in_order = DistributedSampler(data, 1, 0, shuffle=False)
+    batches = BatchSampler(SequentialSampler(data), 2, drop_last=False)
+    for loader in (DataLoader(data, 2, sampler=in_order), DataLoader(data, batch_sampler=batches)):
+        torch.testing.assert_close(trainer.predict(loader), expected)
 
 
 def test_predict_refuses_outputs_of_unequal_shape():

@@ -137,6 +137,39 @@ def test_losses_over_items_weigh_by_their_items(accumulation):
     assert largest_difference(recorded["gradients"][0], expected) < 1e-10
 
 
+def test_a_batch_whose_samples_are_all_dropped_has_no_weight():
+    class OfTheRest(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            outputs = self.model(batch[0])
+            loss = (outputs - batch[1]).square().sum() / max(len(outputs), 1)
+            return {"loss": loss, "model_outputs": outputs, "num_items_in_batch": len(outputs)}
+
+        calculate_eval_batch_loss = calculate_train_batch_loss
+
+    def positive(samples):
+        x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+        return x[x[:, 0] > 0], y[x[:, 0] > 0]
+
+    x, y = float64_data(8).tensors
+    x[:4, 0], x[4:, 0] = -1, 1
+    data, model, kept = Rows(TensorDataset(x, y)), float64_model(), float64_model()
+    trainer = OfTheRest(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    in_order = {"shuffle": False, "num_workers": 0}
+    trainer.train(
+        data,
+        1,
+        per_device_batch_size=2,
+        collate_fn=positive,
+        gradient_accumulation_steps=4,
+        train_dataloader_kwargs=in_order,
+    )
+    half = TensorDataset(x[4:], y[4:])
+    hand_written_loop(kept, torch.optim.SGD(kept.parameters(), lr=0.1), DataLoader(half, 4), 1)
+    assert largest_difference(weights(model), weights(kept)) < 1e-12
+    found = trainer.evaluate(data, 2, {"num_workers": 0}, positive)
+    assert found == pytest.approx(adamw_trainer(model).evaluate(half))
+
+
 def test_the_reported_loss_does_not_depend_on_accumulation():
     losses = []
     for accumulation in (1, 2, 5):

@@ -149,6 +149,7 @@ def test_step_times_are_split_into_the_parts_of_both_loops():
     assert all(float(by_hand) > 0 for _, by_hand, _ in rows)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.extension("hang_watch")
 @CAN_SHARD

@@ -21,6 +21,8 @@ from pytorch_accel_lite.run.events import events_between
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from tests.repository.test_structure import FILES, PACKAGE, PUBLIC_PATHS, parsed
 
+pytestmark = pytest.mark.xdist_group("parsed")  # the files are parsed once
+
 PUBLIC = ("", "callbacks", "checkpoint", "data", "optimizers", "schedulers", *sorted(PUBLIC_PATHS))
 CALLBACKS = [name for name in FILES if name.startswith(f"{PACKAGE.name}.callbacks.")]
 OF_EXTENSIONS = [
@@ -113,16 +115,16 @@ def test_callbacks_import_only_what_users_can_import(name):
                 assert public.get(alias.asname or alias.name) is own or own == public.get(alias.name), alias.name
 
 
-@pytest.mark.parametrize("name", IN_EXTENSIONS)
-def test_extensions_read_only_documented_attributes_of_runs(name):
+def test_extensions_read_only_documented_attributes_of_runs():
     """Of trainers, they read what ``TrainerLike`` has."""
-    for kind, names in reads(parsed(FILES[name])):
+    read = [(name, *found) for name in IN_EXTENSIONS for found in reads(parsed(FILES[name]))]
+    for name, kind, names in read:
         if kind is Run:
-            assert names[0] in documented(Run), names[0]
+            assert names[0] in documented(Run), (name, names[0])
             continue
-        assert hasattr(TrainerLike, names[0]) or names[0] in get_type_hints(TrainerLike), names[0]
+        assert hasattr(TrainerLike, names[0]) or names[0] in get_type_hints(TrainerLike), (name, names[0])
         if names[0] in ("run", "current_run"):
-            assert {*names[1:2]} <= documented(Run), names[1]
+            assert {*names[1:2]} <= documented(Run), (name, names[1])
 
 
 @pytest.mark.parametrize("name", CALLBACKS + OF_EXTENSIONS)

@@ -20,6 +20,8 @@ from pytorch_accel_lite.run.run import TrainerLike
 from tests import interface
 from tests.launching import ROOT
 
+pytestmark = pytest.mark.xdist_group("parsed")  # the files are parsed once
+
 PACKAGE = ROOT / "pytorch_accel_lite"
 #: What the facade consists of: it may import extensions, each file an extension once.
 FACADE = {

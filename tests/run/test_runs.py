@@ -605,3 +605,16 @@ def test_a_config_assigned_after_training_is_the_trainers():
     other = replace(trainer.run_config, num_epochs=7)
     trainer.run_config = other
     assert trainer.run_config is other
+
+
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+def test_a_dataset_assigned_within_a_run_is_a_warning(name):
+    class Own(Trainer):
+        def create_train_dataloader(self, *args):
+            self.train_dataset, self.eval_dataset = make_data(), make_data()  # which the run reads
+            return super().create_train_dataloader(*args)
+
+    trainer = make_trainer([listener(on_train_epoch_start=lambda t: setattr(t, name, make_data(4)))], None, Own)
+    with pytest.warns(UserWarning, match=f"^trainer.{name} = .* which reads trainer.{name[:-3]}loader") as said:
+        train(trainer, eval_dataset=make_data(3))
+    assert len(said) == 1

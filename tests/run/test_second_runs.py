@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, ExponentialLR, LambdaLR, LinearLR, OneCycleLR
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues, schedulers
-from pytorch_accel_lite.callbacks import RunPausedError, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, RunPausedError, SaveTrainingStateCallback
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, world_size
 from tests.small_models import (
@@ -77,6 +78,16 @@ def test_a_second_schedule_begins_as_with_a_new_optimizer(first, second):
     train(alone, epochs=2, create_scheduler_fn=second)
     assert (seen.rates, seen.momenta) == (expected.rates, expected.momenta)
     assert max(expected.rates) > 0.05
+
+
+def test_a_pickled_trainer_trains_like_the_trainer():
+    trainer = adamw_trainer(float64_model(), seed=0, callbacks=DEFAULT_CALLBACKS)
+    for first in (False, True):
+        if first:
+            train(trainer, train_dataset=float64_data(), create_scheduler_fn=COSINE, eval_dataset=float64_data())
+        copied = pickle.loads(pickle.dumps(trainer))
+        found = [train(each, train_dataset=float64_data(), create_scheduler_fn=COSINE) for each in (copied, trainer)]
+        assert equal_weights(*(weights(each.model) for each in found))
 
 
 def test_a_tensor_learning_rate_returns_to_its_first_value():

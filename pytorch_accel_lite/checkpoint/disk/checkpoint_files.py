@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 
 from pytorch_accel_lite.base.arguments.paths import PathOrFile, check_open_file, local_path, name_of
+from pytorch_accel_lite.base.display.reprs import short_repr
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.checkpoint.disk.atomic_files import naming_file, replacing
 from pytorch_accel_lite.checkpoint.disk.checksums import verify, verify_content
@@ -109,4 +110,11 @@ def _entries_of(checkpoint: Tree, name: str) -> StateDict:
             f"{', '.join(map(repr, entries)) or type(checkpoint).__name__}. Load what you need of it yourself, such as "
             "model.load_state_dict(torch.load(path)['state_dict'])."
         )
+    for entry in ("model_state_dict", "loss_func_state_dict", "attribute_state_dicts", FROZEN):
+        held = entries.get(entry, {})
+        if not isinstance(held, dict) or not all(isinstance(key, str) for key in held):
+            raise ValueError(
+                f"The file {name!r} is not a checkpoint of save_checkpoint(): its {entry!r} is not a dict with names, "
+                f"but {short_repr(held)}. Load what you need of it yourself."
+            )
     return entries

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from pytorch_accel_lite.base.arguments.paths import StrPath
+from pytorch_accel_lite.base.display.shown_errors import add_note
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
 from pytorch_accel_lite.checkpoint.models.trainability import lacks_groups
@@ -24,6 +25,7 @@ from pytorch_accel_lite.checkpoint.models.weights import (
     sharded_like,
 )
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
+from pytorch_accel_lite.optimizers.optimizer_states import load_state_of
 from pytorch_accel_lite.optimizers.param_group_options import note_options, noted_options
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_modules
@@ -131,7 +133,7 @@ def undone_on_error(trainer: TrainerLike, optimizers: bool, schedulers: bool) ->
         yield
     except BaseException:
         for owner, state, noted in reversed(before):
-            owner.load_state_dict(state)
+            load_state_of(owner, state)
             if noted is not None:
                 note_options(owner, noted)
         raise
@@ -227,7 +229,7 @@ def _naming_owner(name: str, owner: Owner, source: StrPath) -> Iterator[None]:
     """Name the object whose state does not fit in the errors of a block."""
     try:
         yield
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"The {name} in {os.fspath(source)!r} does not fit the trainer's {type(owner).__name__}: {error}. Create "
             "it as it was when it was saved; saves_attributes = False in the trainer's class leaves out attributes."
@@ -257,7 +259,11 @@ def load_each(
     """Restore all owners of a kind from their states. If final, warn of owners without states, and the reverse."""
     for name, owner in owners.items():
         if name in states:
-            load(name, owner, states[name])
+            try:
+                load(name, owner, states[name])
+            except Exception as error:
+                add_note(error, f"In loading the state of the {kind} {name!r}.")
+                raise
         elif is_final:
             warn_outside(f"The training state holds nothing for the {kind} {name!r}.")
     for name in states.keys() - owners.keys() if is_final else ():

@@ -14,6 +14,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
-from pytorch_accel_lite.base.types import Keys, StateDict, Tree
+from pytorch_accel_lite.base.types import JsonObject, Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors
@@ -31,6 +32,7 @@ from pytorch_accel_lite.checkpoint.disk.shards import find_tensors, gather_tenso
 from pytorch_accel_lite.checkpoint.disk.torch_files import map_nested
 from pytorch_accel_lite.checkpoint.models.model_forms import read_in_form
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created, optimized_parameters, step_modules
+from pytorch_accel_lite.optimizers.optimizer_states import load_keeping_types
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.optimizers.param_group_options import note_options
 from pytorch_accel_lite.run.run import TrainerLike
@@ -116,10 +118,12 @@ def fit_model_state(
     local = without_compile(current)
     state = _without_wrappers(state, local)
     shapes = {
-        key: f"{key} (checkpoint {tuple(state[key].shape)}, model {tuple(local[key].shape)})"
+        key: f"{key} (checkpoint {_shape_of(state[key])}, model {tuple(local[key].shape)})"
         for key in local.keys() & state.keys()
         # Lazy layers have no shape before their first batch, and extra state never has one.
-        if isinstance(local[key], torch.Tensor) and not is_lazy(local[key]) and state[key].shape != local[key].shape
+        if isinstance(local[key], torch.Tensor)
+        and not is_lazy(local[key])
+        and _shape_of(state[key]) != tuple(local[key].shape)
     }
     if shapes:
         of_any_shape = _prefixes_of_any_shape(model)
@@ -142,6 +146,11 @@ def fit_model_state(
     fitted = OrderedDict((names[key], sharded_like(local[key], state[key])) for key in fitting)
     vars(fitted)["_metadata"] = getattr(current, "_metadata", {})  # some modules need the versions in it
     return fitted
+
+
+def _shape_of(value: object) -> tuple[int, ...] | str:
+    """Return the shape of a weight; of anything else that a file has in its place, the type."""
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _prefixes_of_any_shape(model: nn.Module) -> set[str]:
@@ -197,8 +206,8 @@ def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
     """
     is_single_file = (directory / WEIGHTS).is_file()
     has_index = not is_single_file and (directory / _INDEX).is_file()
-    index = json.loads((directory / _INDEX).read_text()) if has_index else {}
-    names = [WEIGHTS] if is_single_file else sorted(set(index.get("weight_map", {}).values()))
+    index, placed = _read_index(directory / _INDEX) if has_index else ({}, set[str]())
+    names = [WEIGHTS] if is_single_file else sorted(placed)
     files = [directory / name for name in names] or sorted(directory.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(
@@ -208,6 +217,22 @@ def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
     if missing:
         raise FileNotFoundError(f"{missing[0]} is missing in {os.fspath(directory)!r}, whose index names it.")
     return files, open_tensors(files[0])[1] if is_single_file else index.get("metadata", {})
+
+
+def _read_index(path: Path) -> tuple[JsonObject, set[str]]:
+    """Return the index of a large model's files, and the names of the files.
+
+    Raises:
+        ValueError: if the file is damaged, or no index
+    """
+    try:
+        index = json.loads(path.read_bytes())
+        names = {os.fspath(name) for name in index.get("weight_map", {}).values()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"The file {os.fspath(path)!r} is damaged, or not the index of a model's files: restore it from a copy."
+        ) from error
+    return index, names
 
 
 def read_pretrained(directory: Path, model: nn.Module) -> StateDict:
@@ -249,12 +274,13 @@ def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
     }
     had = [group.keys() for group in groups]
     before = optimizer.state_dict() if is_created(optimizer) else {}
-    optimizer.load_state_dict({**state, "state": sharded})
+    load = partial(load_keeping_types, optimizer) if is_created(optimizer) else optimizer.load_state_dict
+    load({**state, "state": sharded})
     # The optimizer's class fills in options that a newer torch has added.
     now = getattr(optimizer, "param_groups", ())
     lost = {key for keys, group in zip(had, now, strict=False) for key in keys - group.keys()}
     if missing := sorted(lost & getattr(optimizer, "defaults", {}).keys()):
-        optimizer.load_state_dict(before)
+        load_keeping_types(optimizer, before)
         raise ValueError(f"it is of another class of optimizers, without {', '.join(missing)}")
     if is_created(optimizer):
         note_options(optimizer)

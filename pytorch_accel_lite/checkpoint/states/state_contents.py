@@ -25,12 +25,14 @@ from pytorch_accel_lite.checkpoint.disk.torch_files import storable
 from pytorch_accel_lite.checkpoint.models.frozen_weights import describe_other_weights, leave_out_frozen
 from pytorch_accel_lite.checkpoint.models.model_forms import base_of
 from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import (
+    fit_trained_object_states,
     load_each,
     load_loss_state,
     load_state,
     load_trained_object_states,
     loss_state,
     trained_object_states,
+    undone_on_error,
 )
 from pytorch_accel_lite.checkpoint.models.trainability import (
     add_missing_groups,
@@ -53,8 +55,8 @@ from pytorch_accel_lite.optimizers.param_group_options import Options, set_optio
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.request_and_config import DatedStateSource
-from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.step_division import numbers_of_shares
+from pytorch_accel_lite.run.run import Step, TrainerLike
+from pytorch_accel_lite.run.step_division import Division, numbers_of_shares
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import all_registered_objects
 from pytorch_accel_lite.run.trainer_parts.trained_objects import saved_optimizers
 from pytorch_accel_lite.run.training_state import TrainingState
@@ -95,9 +97,11 @@ def capture(
     tensors = {name: value for name, value in full.items() if fits_safetensors(value)}
     shared["model_extra"] = {name: value for name, value in full.items() if name not in tensors}
     run = trainer.current_run.training_run
-    shared |= trainer.division.capture(trainer.ranks, run.loss_trackers, run.step_metrics)
     large: dict[str, torch.Tensor] = {}
     shared["user_attributes"], own = run.user_attributes.capture(trainer)
+    _add_entries(shared, run.training_step, run.training_step.state_dict())
+    division = trainer.division
+    _add_entries(shared, division, division.capture(trainer.ranks, run.loss_trackers, run.step_metrics))
     shared = extract_tensors(storable(shared, "state"), shards, large)
     history = trainer.run_history
     shared["history"] = storable(pack_numbers(history.state_dict()), "state.history") if _is_saved(history) else None
@@ -133,7 +137,6 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         "objects": {name: obj.state_dict() for name, obj in all_registered_objects(trainer).items()},
         "trainability": capture_trainability(trainer),
         "losses": run.loss_trackers.summed(trainer.data_ranks),  # for another number of processes
-        **run.training_step.state_dict(),
         "schedule_shift": run.schedule.shift,
         "items_per_batch": run.window.items_per_batch,
         # loop/evaluation.py reads them when they begin.
@@ -142,6 +145,20 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         "counts_to_resume_from": run.counts_to_resume_from(trainer.run_history),
         **_position(trainer, is_local=False),
     }
+
+
+def _add_entries(shared: StateDict, part: Step | Division, entries: StateDict) -> None:
+    """Add the entries of a kind of step or of a division to the shared state, none of whose entries they may replace.
+
+    Raises:
+        ValueError: if they would; names them
+    """
+    if taken := sorted(entries.keys() & {*shared, FROZEN, "base", "history"}):
+        raise ValueError(
+            f"The state of {type(part).__name__} has {listed([repr(name) for name in taken])}, which training states "
+            "have already. Return it under another name."
+        )
+    shared |= entries
 
 
 def _settings_text(trainer: TrainerLike) -> str:
@@ -266,15 +283,18 @@ def restore_before_start(trainer: TrainerLike, state: TrainingState, with_schedu
     frozen_left_out = shared.get(FROZEN, {})
     weights = fit_model_state(model, read_weights(state, current), state.directory, frozen_left_out=frozen_left_out)
     _check_frozen_left_out(model, state, frozen_left_out)
-    for name, owner in _updated_objects(trainer).items():
-        if shared[name] is not None and owner is not None and (with_scheduler or name != "scheduler"):
-            if name == "optimizer" and lacks_groups(owner, shared[name]):
-                state.postponed.add(name)  # the starting events may add the missing groups
-                continue
-            load_state(name, owner, shared[name], state.directory)
+    loads_of_attributes = fit_trained_object_states(trainer, shared.get("attributes", {}), state.directory)
+    with undone_on_error(trainer, optimizers=True, schedulers=with_scheduler):
+        for name, owner in _updated_objects(trainer).items():
+            if shared[name] is not None and owner is not None and (with_scheduler or name != "scheduler"):
+                if name == "optimizer" and lacks_groups(owner, shared[name]):
+                    state.postponed.add(name)  # the starting events may add the missing groups
+                    continue
+                load_state(name, owner, shared[name], state.directory)
+        for load in loads_of_attributes:
+            load()
     model.load_state_dict(weights, strict=not frozen_left_out)
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
-    load_trained_object_states(trainer, shared.get("attributes", {}), state.directory)
     _restore_user_attributes(trainer, state, is_final=False)
     trainer.progress.load_state_dict(state.metadata["progress"])
     run = trainer.current_run

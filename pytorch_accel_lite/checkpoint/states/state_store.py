@@ -159,7 +159,7 @@ class DirectoryStore(StateStore):
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.location = Path(directory)
         self._lock: FileLock | None = None
-        self._is_unlocked = threading.Event()
+        self._unlock: weakref.finalize[..., DirectoryStore] | None = None  # code outside runs may not unlock
 
     def _path(self, name: str) -> Path:
         return self.location / name
@@ -205,12 +205,9 @@ class DirectoryStore(StateStore):
                 "Wait for it, end it, or give this run another save_dir."
             ) from None
         self._lock, self.alive_at = lock, lock.alive_at
-        self._is_unlocked = threading.Event()
-        threading.Thread(
-            target=_send_heartbeats, args=(lock, self._is_unlocked), daemon=True, name="signs-of-life"
-        ).start()
-        # Code that locks it outside a run may never unlock it.
-        self._finalizer = weakref.finalize(self, _release, lock, self._is_unlocked)
+        is_unlocked = threading.Event()
+        threading.Thread(target=_send_heartbeats, args=(lock, is_unlocked), daemon=True, name="signs-of-life").start()
+        self._unlock = weakref.finalize(self, _release, lock, is_unlocked)
         for path in self.location.iterdir():
             if match := _REMAINS.fullmatch(path.name):
                 recover(self._path(match[1]))
@@ -223,10 +220,9 @@ class DirectoryStore(StateStore):
 
     def unlock(self) -> None:
         """Give up the claim."""
-        if self._lock is not None:
-            _release(self._lock, self._is_unlocked)
-            self._finalizer.detach()  # else the file would live as long as the callback
-            self._lock = None
+        if self._unlock is not None:
+            self._unlock()
+            self._lock = self._unlock = None
 
     def _check_lock_on_this_rank(self) -> None:
         """Lock the directory again if it was removed."""

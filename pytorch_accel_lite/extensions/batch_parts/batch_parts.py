@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain, pairwise
 
 import torch
@@ -28,9 +29,15 @@ from pytorch_accel_lite.extension_tools.plain_types import Tree
 
 
 def split_into_parts(batch: Batch, parts: int) -> list[Batch]:
-    """Split a batch into parts that together weigh as much in the window as the full batch."""
-    if parts <= 1 or batch.is_filler:
+    """Split a batch into parts that together weigh as much in the window as the full batch.
+
+    A filler batch has no weight. If it repeats a full batch, as in streams, only its first part is computed.
+    """
+    if parts <= 1 or (batch.is_filler and batch.indices is not None):
         return [batch]
+    if batch.is_filler:
+        first = _split_batch(batch.data, parts, infer_batch_size(batch.data))[0]
+        return [batch._replace(data=first[0])]
     begin = 0
     pieces: list[Batch] = []
     for data, size in _split_batch(batch.data, parts, infer_batch_size(batch.data, batch.num_samples)):
@@ -62,7 +69,7 @@ def _split_batch(batch: BatchData, parts: int, size: int) -> list[tuple[BatchDat
             f"A batch of type {type(batch).__name__} cannot be split into micro-batches: nothing in it has an element "
             f"for each of its {size} samples. {WHAT_CAN_BE_SPLIT}"
         )
-    parts = min(parts, size)
+    parts = max(min(parts, size), 1)  # collate_fn may have left out all samples
     bounds = [size * part // parts for part in range(parts + 1)]
     return [(slice_batch(batch, begin, end, size), end - begin) for begin, end in pairwise(bounds)]
 
@@ -84,21 +91,39 @@ def merge_outputs(outputs: Sequence[BatchOutput]) -> BatchOutput:
     if len(outputs) == 1:
         return outputs[0]
     shares = _shares(outputs, "num_items_in_batch" if "num_items_in_batch" in outputs[0] else "batch_size")
+    sizes = [output["batch_size"] for output in outputs]
     merged: BatchOutput = {}
     for key in outputs[0]:
         values = [output[key] for output in outputs]
         if key in ("batch_size", "num_items_in_batch"):
             merged[key] = sum(values)
         elif key == "loss":
-            merged[key] = _mean(values, shares)
+            merged[key] = _merge_losses(values, shares, sizes)
         elif key == "losses":
             names = dict.fromkeys(chain.from_iterable(values))
-            merged[key] = {name: _mean([losses.get(name, 0) for losses in values], shares) for name in names}
+            merged[key] = {
+                name: _merge_losses([losses.get(name, 0) for losses in values], shares, sizes) for name in names
+            }
         elif all(map(is_number, values)):
             merged[key] = _mean(values, _shares(outputs, "batch_size"))
         else:
-            merged[key] = _join(values, _shares(outputs, "batch_size"), [output["batch_size"] for output in outputs])
+            merged[key] = _join(values, _shares(outputs, "batch_size"), sizes)
     return merged
+
+
+def _merge_losses(losses: list[Tree], shares: list[Count], sizes: list[int]) -> Tree:
+    """Return the mean of the losses of the parts. Losses of each sample, as in evaluation, are put together."""
+    has_rows = [isinstance(loss, torch.Tensor) and loss.ndim > 0 for loss in losses]
+    if all(has_rows) and [len(loss) for loss in losses] == sizes:
+        with suppress(RuntimeError):  # rows may have other lengths in each part
+            return torch.cat(losses)
+    if any(has_rows):
+        losses = [_mean_of_rows(loss) if has else loss for loss, has in zip(losses, has_rows, strict=True)]
+    return _mean(losses, shares)
+
+
+def _mean_of_rows(losses: torch.Tensor) -> torch.Tensor:
+    return (losses if losses.is_floating_point() else losses.float()).mean()  # samples may be right or wrong
 
 
 def _join(values: list[Tree], shares: list[Count], sizes: list[int]) -> Tree:

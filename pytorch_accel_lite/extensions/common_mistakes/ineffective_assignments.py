@@ -19,7 +19,8 @@ def warn_of_assignments(trainer: TrainerLike, run: Run) -> None:
     if run.ranks.rank != 0:
         return
     assigned = vars(trainer).keys() - library_attributes(trainer)
-    _warn_of_callbacks(trainer, vars(trainer)["callbacks"] if "callbacks" in assigned else ())
+    if "callbacks" in assigned:
+        _warn_of_callbacks(trainer, vars(trainer)["callbacks"])
     if not is_from_this_package(type(trainer)):
         return
     for name in sorted(assigned - {"callbacks"}):

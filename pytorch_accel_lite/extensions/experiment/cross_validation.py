@@ -9,8 +9,9 @@ import os
 import re
 import shutil
 import statistics
+import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -185,6 +186,7 @@ def cross_validate(
     _check_arguments(make_trainer, dataset, splitter)
     for name in {"train_dataset", "eval_dataset"} & train_arguments.keys():
         raise TypeError(f"cross_validate() sets {name} itself, for each fold. Leave it out.")
+    _check_names_of(train_arguments, make_trainer)
     named = as_one_line(splitter) if hasattr(splitter, "split") else "the given indices"
     if seed is not None:
         set_seed(seed)
@@ -238,6 +240,21 @@ def _check_arguments(make_trainer: object, dataset: object, splitter: object) ->
             f"splitter={splitter!r} must be a splitter of scikit-learn, such as KFold(5), or pairs of training and "
             "test indices."
         )
+
+
+def _check_names_of(train_arguments: dict[str, Any], make_trainer: Callable[[Path], Trainer]) -> None:
+    """Check that ``train()`` has these arguments, before the results of an earlier cross-validation are removed."""
+    unknown = {name: train_arguments[name] for name in train_arguments.keys() - _parameters(Trainer.train).keys()}
+    if not unknown:
+        return
+    with tempfile.TemporaryDirectory() as folder, make_trainer(Path(folder)) as trainer:  # its class may have others
+        own = _parameters(trainer.train)
+    if unknown.keys() - own.keys() and all(parameter.kind != parameter.VAR_KEYWORD for parameter in own.values()):
+        Trainer.train(trainer, [], **unknown)  # raises the error
+
+
+def _parameters(method: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(method).parameters
 
 
 # ------------------------------------------------------------------------------------------------------ the split

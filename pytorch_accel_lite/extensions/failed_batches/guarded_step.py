@@ -78,6 +78,7 @@ class GuardedStep(PlainStep):
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
         self.num_microbatches = 1
+        self._last_good: Batch | None = None  # whose data fillers may repeat
         run.window.is_guarded = run.ranks.world_size > 1
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
@@ -86,6 +87,9 @@ class GuardedStep(PlainStep):
         Raises:
             RuntimeError: if another process has failed, and the step is neither skipped nor repeated
         """
+        repeats = batch.indices is None and run.ranks.world_size > 1 and run.request.skips_failed_batches
+        if repeats and batch.is_filler and self._last_good is not None:
+            run.batch = batch = batch._replace(data=self._last_good.data)  # the batch that it repeats may have failed
         while True:
             attempt = self._attempt(trainer, run, batch)
             outcome, largest = self._agree(run, attempt)
@@ -95,6 +99,7 @@ class GuardedStep(PlainStep):
                 output = attempt.output
                 run.loss_trackers.note_batch_size(batch, output["batch_size"])
                 run.count_step(attempt.recorded, batch)
+                self._last_good = batch if repeats else None
                 return output
             error, skipped = attempt.error, batch if outcome == FAILED else None
             failures = run.ranks.run_together(partial(_undo, run, attempt, skipped))

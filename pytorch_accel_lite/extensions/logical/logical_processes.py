@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 
 import torch
@@ -111,7 +112,7 @@ class LogicalProcesses(Division):
 
     def create_trackers(self) -> LossTrackers:
         """Return running losses whose sums do not depend on the number of processes."""
-        return SharedLossTrackers(self.shares, lambda: self.current)
+        return SharedLossTrackers(self.shares, partial(getattr, self, "current"))
 
     def capture(self, ranks: Ranks, losses: LossTrackers, metrics: dict[str, MetricValue]) -> StateDict:
         """Return the state of the logical processes for a training state. Call it on every process."""

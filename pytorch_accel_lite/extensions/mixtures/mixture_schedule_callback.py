@@ -13,6 +13,7 @@ from pytorch_accel_lite.extension_tools.arguments_and_errors import check_choice
 from pytorch_accel_lite.extension_tools.data_and_batches import is_number
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import set_listening
 from pytorch_accel_lite.extension_tools.plain_types import StateDict
+from pytorch_accel_lite.extensions.mixtures.ignored_weights import ignores_weights
 
 #: Shares of datasets by name, relative to each other.
 Weights: TypeAlias = Mapping[str, float]
@@ -84,6 +85,12 @@ class MixtureScheduleCallback(TrainerCallback):
             raise ValueError(
                 "MixtureScheduleCallback(weights=...) needs a Mixture or a MixtureStream to train on, not a "
                 f"{type(data).__name__}: train(Mixture({{'easy': ..., 'hard': ...}}), ...)."
+            )
+        if isinstance(mixture, Mixture) and ignores_weights(trainer.run):
+            raise ValueError(
+                "MixtureScheduleCallback has no effect, because the loader of the Mixture has a sampler of torch. Pass "
+                "the Mixture itself to train(), or create its loader by DataLoader(mixture, "
+                "**mixture.loader_kwargs(batch_size))."
             )
         if self._by_updates and isinstance(mixture, MixtureStream):
             _check_can_return(trainer)

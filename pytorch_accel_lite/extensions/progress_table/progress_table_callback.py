@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -109,7 +110,7 @@ class ProgressTableCallback(LogMetricsCallback):
             self._row_every = None  # set on all processes, which add up their losses for a row
         set_listening(trainer, self, self._row_every is not None, "on_update_end")
         set_listening(trainer, self, is_stepped_after_updates(trainer), "on_optimizer_step_start")
-        trainer.run.end.last_calls.append(lambda: self._end_table(trainer))
+        trainer.run.end.last_calls.append(partial(self._end_table, trainer))
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_train_epoch_start(trainer)

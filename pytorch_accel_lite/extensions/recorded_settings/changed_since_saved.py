@@ -55,7 +55,8 @@ class ComparedSettings(SettingsRecorder):
         new: list[str] = []
         for key in changed:
             was, this = before.get(key, _ABSENT), now.get(key, _ABSENT)
-            if _argument_of_callback(key) not in held and not _is_restored(trainer, key):
+            is_restored = _is_restored(trainer, key) and not _has_another_schedule(trainer, key, was, this)
+            if _argument_of_callback(key) not in held and not is_restored:
                 new.append(_describe_change(key, was, this))
             elif this != loaded.get(key):
                 now[key] = was
@@ -111,6 +112,14 @@ def _is_restored(trainer: TrainerLike, key: str) -> bool:
     if key == "create_scheduler_fn":
         return not trainer.current_run.schedule.is_recreated and _restores_arguments(trainer)
     return key == "seed" or key.startswith(tuple(f"{name}." for name in saved_optimizers(trainer)))
+
+
+def _has_another_schedule(trainer: TrainerLike, key: str, was: str, this: str) -> bool:
+    """Whether the program passes another class of schedulers than the saved run, whose arguments the state lacks."""
+    before, now = was.partition("(")[0], this.partition("(")[0]
+    kinds = [type(part).__name__ for part in schedulers_in(trainer.scheduler).values()]
+    is_class = before[:1].isupper()  # rather than a function, whose scheduler is not known
+    return key == "create_scheduler_fn" and is_class and before != now and now in kinds
 
 
 def _restores_arguments(trainer: TrainerLike) -> bool:

@@ -1,4 +1,4 @@
-"""What the first batches of an epoch show: single samples, a stream that workers repeat, another order than before."""
+"""What the first batches and the workers show: single samples, a repeated stream, another order than before."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import islice
 from zlib import crc32
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
 from pytorch_accel_lite.extension_tools.data_and_batches import (
@@ -74,6 +74,32 @@ def warn_of_other_batches(source: Source, now: list[int], before: list[int], whe
         "seeded for it, or from the epoch that set_epoch(epoch) is given; or else have the methods state_dict() and "
         f"load_state_dict(state).{advice}"
     )
+
+
+def workers_and_batch_size(source: Source) -> list[int] | None:
+    """Return the number of workers that read a stream, and the size of their batches; ``None`` for other data."""
+    if not isinstance(source, DataLoader) or not isinstance(source.dataset, IterableDataset):
+        return None
+    return [source.num_workers, source.batch_size or 0]
+
+
+def warn_of_other_workers(source: Source, before: list[int]) -> bool:
+    """Warn, and return whether, a stream that is read again to resume has other workers, or these other batches.
+
+    Args:
+        before: the number of workers and the batch size of the interrupted run
+    """
+    now = workers_and_batch_size(source)
+    if now is None or max(now[0], before[0]) < 2 or now == [*before]:
+        return False
+    (workers, size), (workers_before, size_before) = now, before
+    warn_outside(
+        f"The stream {type(source.dataset).__name__} was read by num_workers={workers_before} with "
+        f"batch_size={size_before} when the training state was saved in the middle of this epoch, and is by "
+        f"num_workers={workers} with batch_size={size} now. Workers give batches in turn, so their order differs: some "
+        "samples will be seen twice in this epoch and others not at all. Resume with the numbers from before."
+    )
+    return True
 
 
 def _checksum_of_batches(batches: list[BatchData]) -> int:

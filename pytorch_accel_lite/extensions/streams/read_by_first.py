@@ -51,6 +51,11 @@ class StreamLoader(SequentialLoader):
     def _reads_alone(self) -> bool:
         return self._ranks.world_size == 1 and not self._parts
 
+    @property
+    def _reads_again(self) -> bool:
+        parts = self._parts
+        return any(part._reads_again for part in parts) if parts else super()._reads_again  # noqa: SLF001
+
     def _steps_together(self, start: int) -> Iterator[Batch]:
         groups = islice(self._groups(start), self._left)
         for batch, num_read in deal_batches(groups, self._ranks, self.options.fill):

@@ -89,6 +89,7 @@ class DividedLoader(PreShardedLoader):
         """Remember the epoch that this part has read last, if the interrupted run had equally many parts."""
         is_alike = is_divided(read) and len(read[PARTS]) == self._ranks.world_size
         super().restore_epoch_state(read[PARTS][self._ranks.rank] if is_alike else None)
+        self._undivided.restore_epoch_state(read[PARTS][0] if is_divided(read) else read)
 
     def move_to(self, position: SourceState) -> str:
         """Make the next, resumed epoch begin at the position of this part, or complete an epoch with other parts."""

@@ -42,6 +42,8 @@ from pytorch_accel_lite.extensions.streams.first_batches import (
     identity_of,
     warn_if_single_sample,
     warn_of_other_batches,
+    warn_of_other_workers,
+    workers_and_batch_size,
 )
 from pytorch_accel_lite.extensions.streams.stream_positions import track_position
 
@@ -49,6 +51,8 @@ T = TypeVar("T")
 
 #: Key, in the position of a source without a state, of the identity of the epoch's first batch.
 _FIRST_BATCH = "first_batch_of_the_epoch"
+#: Key, in the state of an epoch, of the number of workers and the batch size.
+_READING = "workers_and_batch_size"
 
 
 class SequentialLoader(ShardedLoader):
@@ -106,6 +110,7 @@ class SequentialLoader(ShardedLoader):
 
     def _read_steps(self, epoch: int, start: int) -> Iterator[Batch]:
         if start:
+            self._check_workers()
             self._restored_epoch = None
         self._set_epoch(epoch)
         steps = self._steps_alone(start) if self._reads_alone else self._steps_together(start)
@@ -186,6 +191,18 @@ class SequentialLoader(ShardedLoader):
             warn_of_other_batches(self.source, self._first_batch, before, when)
         return chain(first, batches)
 
+    @property
+    def _reads_again(self) -> bool:
+        """Whether a resumed epoch is read from its beginning, as its position is not known."""
+        return self._tracker is None or self._tracker.position is None
+
+    def _check_workers(self) -> None:
+        """Warn if workers now give a resumed epoch in another order: each gives a batch in turn."""
+        read = self._restored_epoch if isinstance(self._restored_epoch, dict) else {}
+        is_known = read.get(_READING) and self._reads_again and self._ranks.rank == 0
+        if is_known and warn_of_other_workers(self.source, read[_READING]):
+            self._resumed_first_batch = None  # whose warning would name another cause
+
     def _check_finished_epoch(self) -> None:
         """Warn if an epoch that the interrupted run had finished would now begin with another batch.
 
@@ -207,8 +224,9 @@ class SequentialLoader(ShardedLoader):
         warn_of_other_batches(self.source, identity_of(first), read[_FIRST_BATCH], when)
 
     def epoch_state(self) -> SourceState:
-        """Return the number of the epoch, and the identity of its first batch."""
-        return self._restored_epoch or {"epoch": self._epoch, _FIRST_BATCH: self._first_batch}
+        """Return the number of the epoch, the identity of its first batch, and how it is read."""
+        reading = workers_and_batch_size(self.source)
+        return self._restored_epoch or {"epoch": self._epoch, _FIRST_BATCH: self._first_batch, _READING: reading}
 
     @property
     def obstacle(self) -> str:

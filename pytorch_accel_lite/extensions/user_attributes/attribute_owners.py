@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 
 from torch import nn
@@ -11,12 +11,7 @@ from torch import nn
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import is_from_this_package, library_attributes
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import named_callbacks
-from pytorch_accel_lite.extension_tools.optimizers_and_gradients import all_registered_objects
-from pytorch_accel_lite.extension_tools.states_and_files import (
-    loose_parameters,
-    trained_objects,
-    unsaved_attribute_names,
-)
+from pytorch_accel_lite.extension_tools.states_and_files import SavedBeside, unsaved_attribute_names
 
 #: The names of an owner and of one of its attributes.
 Key = tuple[str, str]
@@ -24,10 +19,13 @@ Key = tuple[str, str]
 _RECENT = 30 * 24 * 3600  # seconds
 
 
-def attributes_of_users(trainer: TrainerLike) -> Iterator[tuple[Key, object]]:
-    """Yield the users' attributes, except points in time and attributes that are saved with the trainer."""
+def attributes_of_users(trainer: TrainerLike, trained: Collection[str]) -> Iterator[tuple[Key, object]]:
+    """Yield the users' attributes, except points in time and attributes that are saved with the trainer.
+
+    Args:
+        trained: the names of trained objects
+    """
     now = time.time()
-    trained = trained_objects(trainer)
     for owner_name, owner in owners_of_attributes(trainer).items():
         library = _library_names(owner) | unsaved_attribute_names(owner)
         for name, value in [*vars(owner).items()]:
@@ -64,12 +62,11 @@ def _library_names(owner: TrainerLike | TrainerCallback) -> set[str]:
     return library_attributes(owner)
 
 
-def saved_elsewhere(trainer: TrainerLike) -> Callable[[object], bool]:
+def saved_elsewhere(trainer: TrainerLike, beside: SavedBeside) -> Callable[[object], bool]:
     """Return whether an object is saved elsewhere in a training state, or is a part of the run."""
     optimizer = trainer.optimizer
     roots: list[object] = [trainer.model, trainer.get_model(), trainer.loss_func]
-    roots += [*trained_objects(trainer).values(), *loose_parameters(trainer).values()]
-    roots += all_registered_objects(trainer).values()
+    roots += [*beside.trained.values(), *beside.loose.values(), *beside.registered.values()]
     modules = [root for root in roots if isinstance(root, nn.Module)]
     objects = [
         trainer, trainer.accelerator, trainer.callback_handler, trainer.run_history, trainer.current_run, optimizer,

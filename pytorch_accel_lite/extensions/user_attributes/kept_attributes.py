@@ -17,7 +17,11 @@ from torch import nn
 from pytorch_accel_lite.extending import TrainerLike, UserAttributes
 from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
 from pytorch_accel_lite.extension_tools.plain_types import StateDict
-from pytorch_accel_lite.extension_tools.states_and_files import unsaved_attribute_names
+from pytorch_accel_lite.extension_tools.states_and_files import (
+    find_saved_beside,
+    trained_objects,
+    unsaved_attribute_names,
+)
 from pytorch_accel_lite.extension_tools.texts_and_pages import listed
 from pytorch_accel_lite.extensions.user_attributes.attribute_owners import (
     Key,
@@ -72,8 +76,9 @@ class KeptAttributes(UserAttributes):
 
     def note_created(self, trainer: TrainerLike) -> None:
         """Note the attributes created by the program, before a run changes them."""
-        is_saved = saved_elsewhere(trainer)
-        for key, value in attributes_of_users(trainer):
+        beside = find_saved_beside(trainer)
+        is_saved = saved_elsewhere(trainer, beside)
+        for key, value in attributes_of_users(trainer, beside.trained):
             self._names.setdefault(key[0], set()).add(key[1])
             try:
                 node = Encoder(is_saved, _MOST_PARTS).encode(value, key[1])
@@ -90,9 +95,10 @@ class KeptAttributes(UserAttributes):
 
     def note_modules(self, trainer: TrainerLike) -> None:
         """Note the attributes of modules that have not been noted yet, before a run changes them."""
-        owners = owners_in_modules(trainer)
-        if owners:
-            self._in_modules.note_created(owners, with_modules(owners, saved_elsewhere(trainer)))
+        if trainer.saves_attributes:
+            beside = find_saved_beside(trainer)
+            owners = owners_in_modules(trainer, beside.trained)
+            self._in_modules.note_created(owners, with_modules(owners, saved_elsewhere(trainer, beside)))
 
     # ------------------------------------------------------------------------------------------------ saving
 
@@ -101,9 +107,10 @@ class KeptAttributes(UserAttributes):
         nodes: dict[Key, Node] = {}
         digests: dict[Key, str | None] = {}
         kept: set[Key] = set()
-        is_alone, is_saved = trainer.ranks.world_size == 1, saved_elsewhere(trainer)
+        beside = find_saved_beside(trainer)
+        is_alone, is_saved = trainer.ranks.world_size == 1, saved_elsewhere(trainer, beside)
         owners = owners_of_attributes(trainer)
-        for key, value in attributes_of_users(trainer):
+        for key, value in attributes_of_users(trainer, beside.trained):
             encoder = Encoder(is_saved)
             node = encoder.encode(value, path_of(key))
             self._print_unsaved(trainer, encoder.unsaved)
@@ -142,7 +149,7 @@ class KeptAttributes(UserAttributes):
         kept: set[Key],
     ) -> None:
         """Add the attributes of modules that the run has changed to the nodes of users' attributes."""
-        owners = owners_in_modules(trainer)
+        owners = owners_in_modules(trainer, trained_objects(trainer))
         is_saved = with_modules(owners, is_saved)
         for key, value in self._in_modules.changed(owners, is_saved):
             encoder = encoder_of(value, is_saved)
@@ -159,8 +166,9 @@ class KeptAttributes(UserAttributes):
         """Return a description of the parts of users' attributes that states cannot hold; an empty text without any."""
         self.note_modules(trainer)  # those that starting events have created
         unsaved: dict[str, str] = {}
-        is_saved = saved_elsewhere(trainer)
-        for key, value in attributes_of_users(trainer):
+        beside = find_saved_beside(trainer)
+        is_saved = saved_elsewhere(trainer, beside)
+        for key, value in attributes_of_users(trainer, beside.trained):
             encoder = Encoder(is_saved, _MOST_PARTS)
             try:
                 encoder.encode(value, path_of(key))
@@ -197,7 +205,7 @@ class KeptAttributes(UserAttributes):
     def changed_modules(self, trainer: TrainerLike) -> dict[str, nn.Module]:
         """Return the modules in attributes of the trainer that no optimizer trains, but that the run has changed."""
         changed = {}
-        for key, value in attributes_of_users(trainer):
+        for key, value in attributes_of_users(trainer, trained_objects(trainer)):
             before = self._digests.get(key)
             if key[0] or not isinstance(value, nn.Module) or before is None:
                 continue
@@ -232,7 +240,8 @@ class KeptAttributes(UserAttributes):
         if is_final:
             self._restore_settings(trainer, saved, owners)
             if saved.get("has_modules"):
-                self._in_modules.reset_unchanged(owners_in_modules(trainer), self.names_in(saved))
+                owners_of_parts = owners_in_modules(trainer, trained_objects(trainer))
+                self._in_modules.reset_unchanged(owners_of_parts, self.names_in(saved))
             _say_what_is_lost(saved, own, lost, source)
             self._say_what_differs(trainer, saved)
 
@@ -241,7 +250,7 @@ class KeptAttributes(UserAttributes):
     ) -> list[str]:
         """Restore the attributes of modules, and return the paths of those that have no place in the program."""
         lost = []
-        for owner, module in owners_in_modules(trainer).items():
+        for owner, module in owners_in_modules(trainer, trained_objects(trainer)).items():
             for name, node in states_by_owner.get(owner, {}).items():
                 held = place_of(module, name)
                 current = held.get(name, NoPlaceError)

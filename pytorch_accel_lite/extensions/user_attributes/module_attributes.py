@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.extending import TrainerLike
-from pytorch_accel_lite.extension_tools.states_and_files import trained_objects
 from pytorch_accel_lite.extensions.user_attributes.attribute_owners import Key, attributes_of_users, path_of
 from pytorch_accel_lite.extensions.user_attributes.plain_objects import (
     SCALARS,
@@ -94,15 +93,18 @@ class ModuleAttributes:
                     held[attribute] = created.value
 
 
-def owners_in_modules(trainer: TrainerLike) -> dict[str, object]:
+def owners_in_modules(trainer: TrainerLike, trained: Mapping[str, object]) -> dict[str, object]:
     """Return the modules whose attributes are kept, by name: all parts of the model, the loss function and others.
 
     A loss function may also be an object that is no module.
+
+    Args:
+        trained: the trained objects by name
     """
     if not trainer.saves_attributes:
         return {}
     roots: dict[str, object] = {"model": trainer.get_model(), "loss_func": trainer.loss_func}
-    held = {path_of(key): value for key, value in attributes_of_users(trainer)} | dict(trained_objects(trainer))
+    held = {path_of(key): value for key, value in attributes_of_users(trainer, trained)} | dict(trained)
     roots |= {name: value for name, value in held.items() if isinstance(value, nn.Module)}
     owners: dict[str, object] = {}
     seen: set[int] = set()

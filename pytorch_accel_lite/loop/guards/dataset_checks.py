@@ -29,7 +29,7 @@ def check_dataset(trainer: TrainerLike, name: str, arguments: DataArguments, oth
         name: the name of the argument with the dataset
         other: the other dataset of the run, to which ``batch_size`` and ``collate_fn`` also apply
     """
-    dataset, batch_size, loader_kwargs, collate_fn, _ = arguments
+    dataset, batch_size, loader_kwargs, collate_fn, *_ = arguments
     check_positive_int("per_device_batch_size", batch_size)
     name_of_kwargs = name.replace("dataset", "dataloader_kwargs")
     if loader_kwargs is not None and not isinstance(loader_kwargs, dict):

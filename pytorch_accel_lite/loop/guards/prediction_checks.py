@@ -1,4 +1,4 @@
-"""Warnings of predictions without a row for each sample, or without some of the outputs."""
+"""Checks of the order of predictions, and warnings if they lack a row for each sample, or some of the outputs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
@@ -14,6 +15,38 @@ from pytorch_accel_lite.base.values.nested_data import parts_in
 from pytorch_accel_lite.data.batch_size import infer_batch_size
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.concatenation import ListOfSamples
+from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
+from pytorch_accel_lite.data.sources import SamplerLike, Source
+
+#: Names of random samplers of torch, and of torchdata, which has classes of its own.
+_RANDOM = ("RandomSampler", "SubsetRandomSampler")
+
+
+def check_order(dataset: Source, loader_kwargs: LoaderKwargs) -> None:
+    """Check that a dataset is predicted in order, or with a sampler that is passed beside it, and a loader likewise.
+
+    Raises:
+        ValueError: if samples would be shuffled or left out
+    """
+    is_loader = isinstance(dataset, DataLoader)
+    options = loader_kwargs
+    if is_loader:
+        samplers = [part for part in (dataset.batch_sampler, dataset.sampler) if part is not None]
+        samplers += [part.sampler for part in samplers if hasattr(part, "sampler")]
+        drops_last = any(getattr(part, "drop_last", False) is True for part in (dataset, *samplers))
+        options = {"shuffle": any(map(_shuffles, samplers)), "drop_last": drops_last}
+    for key in ("shuffle", "drop_last"):
+        if options.get(key):
+            raise ValueError(
+                f"{'dataset' if is_loader else 'dataloader_kwargs'} has {key}={options[key]!r}, but predict returns "
+                f"the outputs for every sample, in the order of the dataset. Omit {key}."
+            )
+
+
+def _shuffles(sampler: SamplerLike) -> bool:
+    """Whether a sampler gives a random order, as far as that is known."""
+    is_random = type(sampler).__name__ in _RANDOM and type(sampler).__module__.startswith("torch")
+    return is_random or getattr(sampler, "shuffle", False) is True
 
 
 def warn_of_rows(batch: Batch, output: Tree) -> bool:

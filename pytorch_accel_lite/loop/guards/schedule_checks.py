@@ -18,14 +18,9 @@ from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.schedulers.placeholders import Placeholder
 
 
-def check_scheduler(trainer: TrainerLike, request: RunRequest) -> None:
-    """Check that the scheduler can be stepped as a run requests, and is given a metric if and only if it takes one."""
-    _check_scheduler(trainer, request, steps_itself="scheduler_step" in trainer.current_run.overridden)
-
-
 def check_timms_scheduler(trainer: TrainerLike, request: RunRequest) -> None:
     """Check the scheduler of a ``TrainerWithTimmScheduler``, and that the run does not say when it is stepped."""
-    _check_scheduler(trainer, request, steps_itself=True)
+    check_scheduler(trainer, request, steps_itself=True)
     if request.scheduler_interval != "update":
         raise ValueError(
             f"scheduler_interval={request.scheduler_interval!r}: TrainerWithTimmScheduler steps timm's schedulers "
@@ -33,8 +28,8 @@ def check_timms_scheduler(trainer: TrainerLike, request: RunRequest) -> None:
         )
 
 
-def _check_scheduler(trainer: TrainerLike, request: RunRequest, steps_itself: bool) -> None:
-    """Check the scheduler of a run.
+def check_scheduler(trainer: TrainerLike, request: RunRequest, steps_itself: bool) -> None:
+    """Check that the scheduler can be stepped as a run requests, and is given a metric if and only if it takes one.
 
     Args:
         steps_itself: whether the trainer's own method steps the scheduler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeGuard, TypeVar
+from typing import NamedTuple, Protocol, TypeGuard, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,6 +21,19 @@ class AttachedScheduler(SchedulerLike, Protocol):
     """A scheduler with an attribute for the optimizer that it changes."""
 
     optimizer: Optimizer
+
+
+class ObjectsInAttributes(NamedTuple):
+    """What ``other_modules()``, ``other_optimizers()`` and ``other_schedulers()`` return."""
+
+    modules: dict[str, nn.Module]
+    optimizers: dict[str, Optimizer]
+    schedulers: dict[str, AttachedScheduler]
+
+
+def find_objects(trainer: TrainerLike) -> ObjectsInAttributes:
+    """Return the modules, the optimizers and the schedulers that are attributes."""
+    return ObjectsInAttributes(other_modules(trainer), other_optimizers(trainer), other_schedulers(trainer))
 
 
 def other_modules(trainer: TrainerLike) -> dict[str, nn.Module]:
@@ -80,11 +93,6 @@ def _find(trainer: TrainerLike, is_wanted: Callable[[object], TypeGuard[T]]) -> 
             parts = value.items() if isinstance(value, dict) else enumerate(value)
             result |= {f"{name}.{key}": part for key, part in parts if is_wanted(part)}
     return result
-
-
-def parameters_in(owner: object) -> list[nn.Parameter]:
-    """Return the parameters of a module; none of anything else."""
-    return list(owner.parameters()) if isinstance(owner, nn.Module) else []
 
 
 def is_scheduler(value: object) -> TypeGuard[AttachedScheduler]:

@@ -7,7 +7,7 @@ module has.
 from __future__ import annotations
 
 import gc
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -18,17 +18,29 @@ from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import (
+    ObjectsInAttributes,
     all_registered_objects,
     buffers_in,
+    find_objects,
     instances_in,
-    other_modules,
-    other_optimizers,
-    other_schedulers,
-    parameters_in,
 )
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import all_optimized_parameters
 
 T = TypeVar("T")
+
+
+class SavedBeside(NamedTuple):
+    """What is saved beside the model, the loss function, the optimizer and the scheduler, by name.
+
+    Args:
+        trained: the result of ``trained_objects()``
+        loose: the result of ``loose_parameters()``
+        registered: the result of ``all_registered_objects()``
+    """
+
+    trained: dict[str, HasStateDict]
+    loose: dict[str, nn.Module | torch.Tensor]
+    registered: dict[str, HasStateDict]
 
 
 def unsaved_attribute_names(owner: TrainerLike | TrainerCallback) -> frozenset[str]:
@@ -52,7 +64,8 @@ def trained_objects(trainer: TrainerLike) -> dict[str, HasStateDict]:
     Excludes attributes that are always saved: the model, the loss function and their parts, the optimizer, registered
     objects.
     """
-    return _without_unsaved(trainer, _saved_or_unsaved(trainer))
+    trained = _trained(trainer, find_objects(trainer)) if trainer.saves_attributes else {}
+    return _without_unsaved(trainer, trained)
 
 
 def saved_optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
@@ -67,23 +80,22 @@ def _without_unsaved(trainer: TrainerLike, values: dict[str, T]) -> dict[str, T]
     return {name: value for name, value in values.items() if name.partition(".")[0] not in left_out}
 
 
-def _saved_or_unsaved(trainer: TrainerLike) -> dict[str, HasStateDict]:
-    if not trainer.saves_attributes:
-        return {}
-    schedulers = other_schedulers(trainer)
-    others = [module for module in other_modules(trainer).values() if module is not trainer.loss_func]
-    if not others and not schedulers and not other_optimizers(trainer):  # the usual case, which is fast
+def _trained(trainer: TrainerLike, objects: ObjectsInAttributes) -> dict[str, HasStateDict]:
+    """Return the objects in attributes that are trained, in ``unsaved_attributes`` or not."""
+    modules, optimizers, schedulers = objects
+    others = [module for module in modules.values() if module is not trainer.loss_func]
+    if not others and not schedulers and not optimizers:  # the usual case, which is fast
         return {}
     optimized = set(map(id, all_optimized_parameters(trainer)))
     saved = set(map(id, [*all_registered_objects(trainer).values(), trainer.loss_func, trainer.scheduler]))
-    seen = {id(parameter) for module in (trainer.model, trainer.loss_func) for parameter in parameters_in(module)}
+    seen = {id(parameter) for module in (trainer.model, trainer.loss_func) for parameter in _parameters_in(module)}
     attributes: dict[str, HasStateDict] = {}
-    for name, module in other_modules(trainer).items():
-        parameters = set(map(id, parameters_in(module))) - seen
+    for name, module in modules.items():
+        parameters = set(map(id, _parameters_in(module))) - seen
         if id(module) not in saved and parameters & optimized:
             attributes[name] = module
             seen |= parameters
-    attributes |= {name: value for name, value in other_optimizers(trainer).items() if id(value) not in saved}
+    attributes |= {name: value for name, value in optimizers.items() if id(value) not in saved}
     return attributes | {name: value for name, value in schedulers.items() if id(value) not in saved}
 
 
@@ -94,9 +106,24 @@ def loose_parameters(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor
     named by their first place in an optimizer, such as ``optimizer[0][3]``. A module that holds such parameters is
     returned in their place, because it may have buffers, too.
     """
-    places = {} if not trainer.saves_attributes else _places(trainer)
-    if not places:
-        return {}
+    return find_saved_beside(trainer).loose
+
+
+def find_saved_beside(trainer: TrainerLike) -> SavedBeside:
+    """Return what is saved beside the model."""
+    registered = all_registered_objects(trainer)
+    trained: dict[str, HasStateDict] = {}
+    loose: dict[str, nn.Module | torch.Tensor] = {}
+    if trainer.saves_attributes:
+        objects = find_objects(trainer)
+        trained = _trained(trainer, objects)
+        places = _places(trainer, [*trained.values(), *registered.values()], objects.optimizers)
+        loose = _owners(trainer, places) if places else {}
+    return SavedBeside(_without_unsaved(trainer, trained), _without_unsaved(trainer, loose), registered)
+
+
+def _owners(trainer: TrainerLike, places: dict[str, torch.Tensor]) -> dict[str, nn.Module | torch.Tensor]:
+    """Return loose parameters, given by their places in optimizers, or the modules that hold them."""
     found: dict[str, nn.Module | torch.Tensor] = {}
     own = {id(value): name for name, value in instances_in(trainer, torch.Tensor).items()}
     holders = _holders(trainer, frozenset({id(p) for p in places.values()} - own.keys()))
@@ -106,20 +133,17 @@ def loose_parameters(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor
             owner = parameter if id(parameter) in own else holders.get(id(parameter), parameter)
             found[own.get(id(parameter), place)] = owner
             covered |= _ids(owner) | {id(parameter)}
-    return _without_unsaved(trainer, found)
+    return found
 
 
-def _places(trainer: TrainerLike) -> dict[str, torch.Tensor]:
-    """Return the optimized parameters outside all named objects that are saved, by their place in an optimizer."""
+def _places(
+    trainer: TrainerLike, others: list[HasStateDict], optimizers: dict[str, Optimizer]
+) -> dict[str, torch.Tensor]:
+    """Return the optimized parameters outside the model and other saved objects, by their place in an optimizer."""
     groups = {} if not is_created(trainer.optimizer) else {"optimizer": trainer.optimizer}
-    groups |= other_optimizers(trainer)
-    saved = [
-        trainer.model,
-        trainer.loss_func,
-        *_saved_or_unsaved(trainer).values(),
-        *all_registered_objects(trainer).values(),
-    ]
-    named = {id(parameter) for owner in saved for parameter in parameters_in(owner)}
+    groups |= optimizers
+    saved = [trainer.model, trainer.loss_func, *others]
+    named = {id(parameter) for owner in saved for parameter in _parameters_in(owner)}
     return {
         f"{name}[{number}][{index}]": parameter
         for name, optimizer in groups.items()
@@ -148,7 +172,7 @@ def _find_holders(parameters: frozenset[int], in_model: set[int]) -> dict[int, n
         if not issubclass(type(module), nn.Module) or "_parameters" not in vars(module):
             continue
         held = _ids(module)
-        trainable = {id(parameter) for parameter in parameters_in(module) if parameter.requires_grad}
+        trainable = {id(parameter) for parameter in _parameters_in(module) if parameter.requires_grad}
         if held & parameters and trainable <= parameters and not held & in_model:
             for parameter in held & parameters:
                 size = sizes.get(parameter, -1)
@@ -166,7 +190,12 @@ def _is_around(module: nn.Module, other: nn.Module) -> bool:
 
 
 def _ids(owner: object) -> set[int]:
-    return set(map(id, parameters_in(owner)))
+    return set(map(id, _parameters_in(owner)))
+
+
+def _parameters_in(owner: object) -> list[nn.Parameter]:
+    """Return the parameters of a module; none of anything else."""
+    return list(owner.parameters()) if isinstance(owner, nn.Module) else []
 
 
 def buffers_beside_model(trainer: TrainerLike) -> list[tuple[nn.Module, str]]:
@@ -174,7 +203,8 @@ def buffers_beside_model(trainer: TrainerLike) -> list[tuple[nn.Module, str]]:
 
     Each buffer is given by its module and name, because a forward pass may assign another tensor.
     """
-    owners = [*trained_objects(trainer).values(), *loose_parameters(trainer).values()]
+    beside = find_saved_beside(trainer)
+    owners = [*beside.trained.values(), *beside.loose.values()]
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
     loss_buffers = buffers_in([trainer.loss_func]) if isinstance(trainer.loss_func, nn.Module) else []
     learned = set(map(id, learned_by_loss(trainer).values()))

@@ -57,10 +57,16 @@ def test_parts_of_a_mapping_are_of_its_class_if_that_allows_it():
         assert isinstance(first.data, Output) == (kind is Output)
 
 
-def test_one_part_and_fillers_are_left_whole():
-    filler = WHOLE._replace(num_samples=0)
+def test_one_part_and_small_fillers_are_left_whole():
+    filler = WHOLE._replace(num_samples=0, indices=[])
     assert split_into_parts(WHOLE, 1)[0] is WHOLE
     assert split_into_parts(filler, 3)[0] is filler
+
+
+def test_only_a_part_of_a_repeated_batch_is_computed():
+    (part,) = split_into_parts(WHOLE._replace(num_samples=0, indices=None), 2)
+    assert part.is_filler
+    assert torch.equal(part.data[0], WHOLE.data[0][:2])
 
 
 def test_merged_outputs_are_those_of_the_whole():
@@ -81,6 +87,17 @@ def test_merged_outputs_are_those_of_the_whole():
     torch.testing.assert_close(merged["losses"]["a"], x.mean())
     assert torch.equal(merged["model_outputs"], x)
     assert merged["text"] is None
+
+
+def test_losses_of_each_sample_are_put_together():
+    losses = torch.arange(10.0).reshape(5, 2)
+    parts = [losses[:2], losses[2:]]
+    merged = merge_outputs([{"loss": p, "losses": {"right": p[:, 0] > 3}, "batch_size": len(p)} for p in parts])
+    assert torch.equal(merged["loss"], losses)
+    assert merged["losses"]["right"].tolist() == [False, False, True, True, True]
+    ragged = [torch.ones(2, 1), torch.zeros(3, 4)]
+    merged = merge_outputs([{"loss": loss, "batch_size": len(loss)} for loss in ragged])
+    torch.testing.assert_close(merged["loss"], torch.tensor(2 / 5))
 
 
 @pytest.mark.parametrize("count", [int, float, torch.tensor], ids=["int", "float", "tensor"])

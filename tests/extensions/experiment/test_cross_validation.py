@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import statistics
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,24 @@ def test_invalid_cross_validations_are_refused(changes, error, message, tmp_path
         cross_validate(**{**arguments, **ARGUMENTS, "max_num_train_steps": 1, **changes})
     if "splitter" in changes:
         assert not [*tmp_path.glob("fold-*")]
+
+
+@pytest.mark.parametrize("name", ["num_epoch", "own"])
+def test_unknown_arguments_leave_earlier_results(tmp_path, name):
+    class Own(Trainer):
+        def train(self, train_dataset, own=0, *, eval_dataset, **arguments):
+            super().train(train_dataset, eval_dataset=eval_dataset, max_num_train_steps=own, **arguments)
+
+    def make(folder):
+        model = parts.Net()
+        return (Own if name == "own" else Trainer)(model, nn.MSELoss(), torch.optim.SGD(model.parameters()), [])
+
+    (tmp_path / "fold-1").mkdir()
+    (tmp_path / "splits.json").touch()
+    refused = nullcontext() if name == "own" else pytest.raises(TypeError, match=f"'{name}': Did you mean 'num_epochs'")
+    with refused:
+        cross_validate(make, DATA, [(range(6), range(6, 12))], save_dir=tmp_path, predictions=False, **{name: 1})
+    assert [*tmp_path.glob("fold-1")]
 
 
 @pytest.mark.extension("metrics")

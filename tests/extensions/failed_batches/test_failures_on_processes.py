@@ -12,6 +12,7 @@ from torchmetrics import MeanSquaredError
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback
+from pytorch_accel_lite.data import OwnShard
 from tests.extensions.failed_batches.fussy import ALL_PHASES
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, global_batch, rank, world_size
@@ -174,6 +175,21 @@ def failed_first_batch_of_tokens() -> Any:
 def test_a_rank_failing_before_items_are_counted_blocks_no_other(ranks):
     for found, expected in ranks(failed_first_batch_of_tokens):
         assert largest_difference(found, expected) < 1e-12
+
+
+def failed_last_batch() -> Any:
+    """The last rank fails on its last batch, which it would then repeat while the first has another one."""
+    x, y = poisoned(12).tensors
+    batches = [(x[rows], y[rows]) for rows in (slice(3), slice(3, 6), slice(9, 12))]
+    own = OwnShard([batches[0], batches[2]] if rank() else batches[:2] * 2)
+    skip = SkipFailedBatchesCallback()
+    trainer = adamw_trainer(FussyOnLastRank(poison=7.0), callbacks=[skip])
+    trainer.train(own, 1)
+    return [failure["step"] for failure in skip.failures], trainer.progress.update
+
+
+def test_a_failed_batch_is_not_repeated_as_a_filler(two_ranks):
+    assert two_ranks(failed_last_batch) == [([1], 3)] * 2
 
 
 def out_of_memory() -> Any:

@@ -688,6 +688,7 @@ def test_a_metric_by_name_is_watched_in_its_direction(tmp_path):
     assert stopping.best_metric == max(trainer.run_history.get_metric_values("f1"))
 
 
+@pytest.mark.thorough
 def test_training_metrics_whose_task_was_found_are_resumed(tmp_path):
     def run(folder: str, **kwargs: Any) -> dict[str, Any]:
         saver = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import MixtureScheduleCallback
@@ -355,6 +355,7 @@ def test_an_invalid_mixture_schedule_is_refused(schedule, options, message):
     [
         (make_data(), r"needs a Mixture or a MixtureStream to train on, not a TensorDataset"),
         (mixture(), "weights has 'hart'.*'hard'"),
+        (DataLoader(mixture(), 4, shuffle=True), "has no effect, because the loader .* has a sampler of torch"),
     ],
 )
 def test_unusable_data_of_a_mixture_schedule_are_refused(data, message):

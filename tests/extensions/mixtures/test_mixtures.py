@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.data import Mixture, shard
+from pytorch_accel_lite.data import Mixture, NamedDatasets, shard
 from tests.loaders import numbers, rank_of
 from tests.small_models import Stream, equal_weights, largest_difference, make_trainer, weights
 from tests.streams import SavesEachUpdate
@@ -211,6 +211,42 @@ rows = TensorDataset(torch.zeros(3))
 def test_mixtures_refuse_bad_datasets_and_weights(datasets, kwargs, error, message):
     with pytest.raises(error, match=message):
         Mixture(datasets, **kwargs)
+
+
+class OfWeights(Trainer):
+    """Takes any batch."""
+
+    def calculate_train_batch_loss(self, batch):
+        return {"loss": self.model.weight.square().mean(), "batch_size": 1}
+
+
+def test_weights_that_have_no_effect_are_warned_of():
+    uneven, even = mixture(weights={"a": 1, "b": 1}), mixture()
+    for data, how in [
+        (DataLoader(uneven, 20, shuffle=True), "by a sampler of torch"),
+        (Subset(uneven, range(8)), "inside a Subset"),
+        (NamedDatasets({"c": mixture(num_samples=4)}), "inside a NamedDatasets"),
+    ]:
+        with pytest.warns(UserWarning, match=f"samples in an epoch.* is read {how}, so its weights"):
+            train_briefly(data)
+    in_order = BatchSampler(uneven.create_training_sampler(), 20, drop_last=False)
+    for data in (
+        Subset(even, range(8)),
+        DataLoader(even, 20, shuffle=True),
+        DataLoader(uneven, **uneven.loader_kwargs(20)),
+        DataLoader(uneven, batch_sampler=in_order),
+    ):
+        train_briefly(data)
+
+
+def train_briefly(data: Any) -> None:
+    model = nn.Linear(2, 1)
+    trainer = OfWeights(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    trainer.train(
+        data,
+        max_num_train_steps=1,
+        train_dataloader_kwargs=None if isinstance(data, DataLoader) else {"num_workers": 0},
+    )
 
 
 @pytest.mark.processes

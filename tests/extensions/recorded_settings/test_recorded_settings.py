@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
@@ -94,6 +94,11 @@ NAMED = {
     "seed": ({}, {"seed": 2}, "Kept as in the state: seed=1 (not 2)."),
     "no seed": ({}, {"seed": None}, "Kept as in the state: seed=1 (not None)."),
     "schedule": ({"train": steps(2)}, {"train": steps(3)}, "StepLR(step_size=2) (not StepLR(step_size=3))."),
+    "class of schedules": (
+        {"train": steps(2)},
+        {"train": {"create_scheduler_fn": partial(ExponentialLR, gamma=0.9)}},
+        "Changed from here on: create_scheduler_fn=ExponentialLR(gamma=0.9) (was StepLR(step_size=2)).",
+    ),
     "samples": ({}, {"data": shifted}, "Changed from here on: train_dataset: other rows in tensors[0]."),
     "length": ({}, {"data": partial(make_data, 8)}, "train_dataset: 8 samples instead of 6."),
     "loss": ({}, {"loss": nn.L1Loss}, "loss_func=L1Loss(reduction='mean') (was MSELoss(reduction='mean'))"),

@@ -205,7 +205,9 @@ def test_pictures_are_in_trackers_that_take_images(tmp_path, monkeypatch):
     assert texts == {"half <1>": "outputs/half <1>-000012.png", "text": "some"}
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("trackers")
+@pytest.mark.xdist_group("mlflow")
 def test_pictures_are_artifacts_of_mlflow(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")

@@ -172,7 +172,7 @@ def resumed_by_itself(folder: Path | str, epochs: int = 2) -> dict[str, Any]:
 @pytest.mark.soak
 @pytest.mark.timeout(7200 if SOAK else 1800)
 def test_sigkill_at_each_file_operation_leads_to_the_same_bits(tmp_path):
-    """Kills one process at every forty-seventh operation; ``make soak`` at each."""
+    """Kills one process at every seventy-first operation; ``make soak`` at each."""
 
     def run(folder, number=0):
         def fork(rank):
@@ -188,7 +188,7 @@ def test_sigkill_at_each_file_operation_leads_to_the_same_bits(tmp_path):
 
     assert run(tmp_path / "whole") == 0
     whole = torch.load(tmp_path / "whole" / "result.pt")
-    for number in range(5, 400, 1 if SOAK else 47):
+    for number in range(5, 400, 1 if SOAK else 71):
         folder = tmp_path / f"killed{number}"
         killed = run(folder, number) != 0
         assert not killed or run(folder) == 0

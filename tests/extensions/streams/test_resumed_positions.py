@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import LimitBatchesCallback
+from pytorch_accel_lite.data import shard
+from tests.loaders import rank_of
 from tests.ranks import OrderedStream, Recorder, shared_folder
 from tests.ranks import rank as own_rank
 from tests.ranks import world_size as job_size
@@ -133,6 +136,20 @@ def test_a_stream_continues_with_another_batch_size(tmp_path, batch_size):
     seen_batches(Numbers(30), 8, callbacks=[SavesEachUpdate(tmp_path)])
     rest = seen_batches(Numbers(30), batch_size, resume_from=tmp_path / "2")
     assert [i for batch in rest for i in batch] == [*range(16, 30)]
+
+
+def test_other_workers_or_batches_of_workers_are_warned_of():
+    def loader_with(workers: int, batch_size: int) -> Any:
+        source = DataLoader(Numbers(14), batch_size, num_workers=workers)
+        return shard(source, rank_of(0, 1), torch.device("cpu"), seed=1, training=True)
+
+    for before, now in [((0, 2), (2, 2)), ((2, 2), (1, 2)), ((2, 2), (2, 3)), ((1, 2), (0, 3)), ((2, 2), (2, 2))]:
+        loader = loader_with(*now)
+        loader.restore_epoch_state(loader_with(*before).epoch_state())
+        match = rf"num_workers={before[0]} with batch_size={before[1]} .* num_workers={now[0]} .*={now[1]} now"
+        warns = max(before[0], now[0]) > 1 and before != now
+        with pytest.warns(UserWarning, match=match) if warns else nullcontext():
+            loader.steps(1, start=6, steps_done=3)
 
 
 def test_resuming_an_unsuitable_stream_is_explained(tmp_path):

@@ -118,7 +118,10 @@ print(*trainer.run_history["train_loss_epoch"], *trainer.run_history["eval_loss_
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize(("name", "files"), [("wandb", "wandb/**/*.wandb"), ("trackio", "trackio/*.db")])
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [pytest.param("wandb", "wandb/**/*.wandb", marks=pytest.mark.thorough), ("trackio", "trackio/*.db")],
+)
 def test_trackers_without_an_account_store_the_recorded_values(tmp_path, name, files):
     if find_spec(name) is None or name not in LOGGER_TYPE_TO_CLASS:
         pytest.skip(f"needs {name}, and a version of accelerate that knows it")

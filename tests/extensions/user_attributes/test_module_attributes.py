@@ -93,6 +93,7 @@ def resume_on_all() -> Any:
     return run_and_resume(train, everything)
 
 
+@pytest.mark.thorough
 def test_attributes_of_modules_of_each_process_resume_exactly(two_ranks):
     for whole, *resumed in two_ranks(resume_on_all):
         assert all(same_bits(whole, run) for run in resumed)
@@ -186,6 +187,7 @@ def test_states_that_no_callback_announced_have_them_too(tmp_path):
     assert state["user_attributes"]["kept"]["model"]["temperature"] == 2.0 * 0.9 * 0.9
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("model_ema")
 def test_averages_of_modules_with_attributes_resume_exactly(tmp_path):
     def run(folder: Path, resume_from: Path | None = None) -> Any:

@@ -1,0 +1,50 @@
+"""Loading the state of an optimizer to the same bits."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+
+from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
+from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters, parts_of_optimizer, without_wrappers
+
+
+def load_state_of(owner: HasStateDict, state: StateDict) -> None:
+    """Load the state of an object, which may be an optimizer."""
+    if isinstance(owner, Optimizer):
+        load_keeping_types(owner, state)
+    else:
+        owner.load_state_dict(state)
+
+
+def load_keeping_types(optimizer: Optimizer, state: StateDict) -> None:
+    """Load a state, and put back what ``Optimizer.load_state_dict`` converts in states of algorithms of others.
+
+    It gives all tensors the type of the parameter, such as bfloat16, even masks and weights in float32, and takes a
+    text for a list. States of torch's algorithms have the parameter's type, also if it is another one than when they
+    were saved. A class that loads states itself is left alone.
+    """
+    optimizer.load_state_dict(state)
+    saved = [state["state"].get(number) for group in state["param_groups"] for number in group["params"]]
+    for part in parts_of_optimizer(optimizer).values() or [optimizer]:
+        inner = without_wrappers(part)
+        of_part = [saved.pop(0) for _ in optimized_parameters(inner)]
+        kind = type(inner)
+        if kind.load_state_dict is not Optimizer.load_state_dict or kind.step.__module__.startswith("torch.optim."):
+            continue
+        for parameter, values in zip(optimized_parameters(inner), of_part, strict=True):
+            if values and parameter in inner.state:
+                inner.state[parameter] = _with_types_of(values, inner.state[parameter])
+
+
+def _with_types_of(saved: Tree, loaded: Tree) -> Tree:
+    """Return loaded values, with the saved ones in place of those that have another type."""
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, str):
+        return saved
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        return {key: _with_types_of(saved[key], value) if key in saved else value for key, value in loaded.items()}
+    if type(saved) in (list, tuple) and type(loaded) is type(saved) and len(loaded) == len(saved):
+        return type(saved)(map(_with_types_of, saved, loaded))
+    return loaded
