@@ -25,6 +25,11 @@ def warn_of_loss(trainer: TrainerLike, batch: Batch, output: BatchOutput) -> Non
     """
     loss, size = output["loss"], output["batch_size"]
     _warn_of_missing_evaluation_loss(trainer, output)
+    if "num_items" in output and "num_items_in_batch" not in output:  # that is the argument of update()
+        warn_outside(
+            "calculate_train_batch_loss returned num_items, which weighs nothing. Return it as num_items_in_batch, "
+            "unless only callbacks of yours read it."
+        )
     uses_loss_func = trainer.current_run.overridden.isdisjoint({"calculate_train_batch_loss", "train_step"})
     if uses_loss_func and _has_sum(trainer.loss_func):
         _warn_of_sum("loss_func has reduction='sum'")

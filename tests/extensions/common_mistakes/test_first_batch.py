@@ -191,3 +191,13 @@ def test_a_loss_for_training_only_is_warned_of_before_an_epoch():
         train(right, eval_dataset=TensorDataset(X, Y))
         assert right.progress.epochs_completed == 1
     train(make_trainer(trainer_class=OwnTrainingLoss, loss_func=None))  # is not evaluated
+
+
+@pytest.mark.parametrize(("name", "count"), [("num_items", 1), ("num_items_in_batch", 0), ("num_words", 0)])
+def test_a_number_of_items_under_the_name_of_update_is_warned_of(name, count):
+    class Counts(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            return super().calculate_train_batch_loss(batch) | {name: 3}
+
+    found = warned(make_trainer(trainer_class=Counts))
+    assert len([each for each in found if "Return it as num_items_in_batch" in each]) == len(found) == count
