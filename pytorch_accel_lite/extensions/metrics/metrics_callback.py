@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from accelerate.utils import recursively_apply, send_to_device
 
-from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
+from pytorch_accel_lite.extending import Run, RunRequest, TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import (
     add_note,
     check_choice,
@@ -76,6 +76,9 @@ class MetricsCallback(TrainerCallback):
         train_metrics: copies of the metrics over each training epoch; ``None`` without ``train``
     """
 
+    _gives_logits = False
+    _evaluated: Run | None = None  # the run of the evaluation in progress
+
     def __init__(
         self,
         metrics: str | Sequence[str] | Metric | MetricCollection | Mapping[str, Metric | str],
@@ -125,7 +128,8 @@ class MetricsCallback(TrainerCallback):
         self.only = optional(check_names, "only", only)
         self._ranks: Ranks | None = None
         self._trainer: TrainerLike | None = None
-        self._gives_logits = False
+        #: Evaluations during which a callback evaluates on other data, by their runs and metrics.
+        self._interrupted: list[tuple[Run, MetricCollection]] = []
         #: The updated copies of each collection, by the number of a share; the collection itself without shares.
         self._copies: dict[int, dict[int, MetricCollection]] = {}
 
@@ -183,11 +187,25 @@ class MetricsCallback(TrainerCallback):
             self._record(trainer, self.train_metrics, "train_")
 
     def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        run = trainer.run
+        if self._evaluated is not None and self._evaluated is run.outer:
+            self._interrupted.append((self._evaluated, self.metrics))
+            self.metrics = self.metrics.clone()
+        elif run.outer is None and self._interrupted:  # by an error
+            self.metrics, self._interrupted = self._interrupted[0][1], []
+        self._evaluated = run
         self._reset(trainer, self.metrics)
+
+    def _continue(self, run: Run) -> None:
+        """Take up the metrics of a run's evaluation again, if another one interrupted it."""
+        while self._interrupted and self._interrupted[-1][0] is run:
+            self._copies.pop(id(self.metrics), None)
+            self._evaluated, self.metrics = self._interrupted.pop()
 
     def on_eval_step_end(
         self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
     ) -> None:
+        self._continue(trainer.run)
         if self._pending:
             self._complete(trainer, batch, batch_output)
         self._update(self._copies_of(self.metrics)[trainer.division.current], batch, batch_output)
@@ -207,6 +225,8 @@ class MetricsCallback(TrainerCallback):
         self._update(copies, batch, batch_output)
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        self._continue(trainer.run)
+        self._evaluated = None
         self._record(trainer, self.metrics, "intermediate_" if kwargs.get("is_intermediate") else "")
 
     def _complete(self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput) -> None:
@@ -218,7 +238,7 @@ class MetricsCallback(TrainerCallback):
     def _create(self, classification: Classification, trainer: TrainerLike | None = None) -> None:
         created = {name: metric.create(classification) for name, metric in self._pending.items()}
         self._classification = classification
-        for metrics in self._collections:
+        for metrics in [*self._collections, *(metrics for _, metrics in self._interrupted)]:
             metrics.add_metrics({name: metric.clone() for name, metric in created.items()})
             if trainer is not None:
                 self._reset(trainer, metrics)

@@ -113,6 +113,23 @@ def test_metrics_of_processes_with_own_devices_are_merged():
     assert json.loads(done.stdout) == expected
 
 
+def test_an_evaluation_within_an_evaluation_has_its_own_metrics():
+    """A callback evaluates on other data in each step; also of metrics that wait for their first outputs."""
+    data, other = classification(), classification(7)
+    for metrics in ({"accuracy": MulticlassAccuracy(3)}, ["accuracy"]):
+        inner: list[Any] = []
+
+        def evaluate(trainer, inner=inner, **kwargs):
+            if trainer.run.outer is None:
+                inner.append(trainer.evaluate(other, 4))
+
+        for first in (True, False):
+            callbacks = [MetricsCallback(metrics), listener(on_eval_step_end=evaluate)]
+            trainer = class_trainer(*(callbacks[::-1] if first else callbacks))
+            assert trainer.evaluate(data, 10)["accuracy"] == class_trainer(callbacks[0]).evaluate(data, 10)["accuracy"]
+            assert inner[-1]["accuracy"] == class_trainer(callbacks[0]).evaluate(other, 4)["accuracy"]
+
+
 def test_training_metrics_have_a_prefix_and_restart_each_epoch():
     seen = []
 
