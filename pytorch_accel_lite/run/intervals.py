@@ -113,7 +113,8 @@ class Interval:
         lengths = {"updates": config.max_num_train_steps, "epochs": config.num_epochs, "samples": run.max_num_samples}
         length = lengths.get(self.unit)
         if argument and length is not None and self.amount > length and run.data.ranks.rank == 0:
-            warn_outside(f"{argument}={self.text!r} is never due: the run has {length} {self.unit}.")
+            unit = self.unit.removesuffix("s") if length == 1 else self.unit
+            warn_outside(f"{argument}={self.text!r} is never due: the run has {length} {unit}.")
 
     def is_due(self, run: CountedRun, *, ends_epoch: bool = False) -> bool:
         """Whether another interval has passed. Times are checked only within epochs.
