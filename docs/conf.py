@@ -239,13 +239,7 @@ SEARCHED = {
         "trainer.log",
         "log",
     ],
-    "logging": [
-        "tensorboard",
-        "log to tensorboard",
-        "logging",
-        "tracker",
-        "csv",
-    ],
+    "logging": ["tensorboard", "log to tensorboard", "logging", "tracker", "csv"],
     "logging#TensorBoard, MLflow, Weights & Biases": [
         "wandb",
         "w&b",

@@ -19,9 +19,10 @@ from pytorch_accel_lite.checkpoint.states.state_files import CapturedState, read
 from pytorch_accel_lite.checkpoint.states.state_store import StateStore
 from pytorch_accel_lite.checkpoint.stores_by_url import STORES, Store, read_state
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batch_adapter import BatchAdapter, LossFunction
+from pytorch_accel_lite.data.batch_adapter import BatchAdapter
 from pytorch_accel_lite.data.batches import Share
 from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SHARED_DATA_CHECKS, SequentialReader
+from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.shares import Shares
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed import Ranks
@@ -31,6 +32,7 @@ from pytorch_accel_lite.distributed.lost_processes import ProcessLostError
 from pytorch_accel_lite.distributed.stack_frames import Stack
 from pytorch_accel_lite.loop.inference import INFERENCE_STEP
 from pytorch_accel_lite.loop.model_setup import MODEL_CHANGES
+from pytorch_accel_lite.loop.schedule_recreation_seam import SCHEDULE_RECREATION
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
@@ -85,9 +87,9 @@ __all__ = [
     "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "ERROR_NOTES", "FENCES", "HISTORY_TABLE",
     "INFERENCE_STEP", "InferenceStep", "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "METRICS",
     "MODEL_CHANGES", "MODEL_FORMS", "ModelForm", "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "SEQUENTIAL_READER",
-    "RUN_CHECKS", "RunChecks", "SETTINGS_RECORDER", "SHARDING", "SHARED_DATA_CHECKS", "STEP_COMPILER", "STEP_KINDS",
-    "STORES", "SequentialReader", "SettingsRecorder", "Sharding", "StateStore", "StepCompiler", "Store",
-    "USER_ATTRIBUTES", "UserAttributes", "create_division", "replace_step",
+    "RUN_CHECKS", "RunChecks", "SCHEDULE_RECREATION", "SETTINGS_RECORDER", "SHARDING", "SHARED_DATA_CHECKS",
+    "STEP_COMPILER", "STEP_KINDS", "STORES", "SequentialReader", "SettingsRecorder", "Sharding", "StateStore",
+    "StepCompiler", "Store", "USER_ATTRIBUTES", "UserAttributes", "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SHARDED", "SKIPPED_BATCHES", "backward",

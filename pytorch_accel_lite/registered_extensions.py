@@ -7,6 +7,7 @@ from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHAN
 from pytorch_accel_lite.extensions import common_mistakes as common_mistakes  # adds to RUN_CHECKS
 from pytorch_accel_lite.extensions import compiled_step as compiled_step  # fills STEP_COMPILER
 from pytorch_accel_lite.extensions import data_fingerprints as data_fingerprints  # adds to SHARED_DATA_CHECKS
+from pytorch_accel_lite.extensions import elastic_schedules as elastic_schedules  # fills SCHEDULE_RECREATION
 from pytorch_accel_lite.extensions import error_notes as error_notes  # adds to ERROR_NOTES
 from pytorch_accel_lite.extensions import kept_workers as kept_workers  # fills DATA_MARKS
 from pytorch_accel_lite.extensions import manual_optimization as manual_optimization  # adds to STEP_KINDS

@@ -34,17 +34,18 @@ from pytorch_accel_lite.callbacks import (
     StopTrainingError,
     TerminateOnNaNCallback,
 )
-from pytorch_accel_lite.callbacks.batch_limits import LIMIT_BATCHES_ENV_VAR, limit_from_environment
+from pytorch_accel_lite.callbacks.default_callbacks import ADDED_TO_EACH_TRAINER
 from pytorch_accel_lite.checkpoint import loading, saving
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
-from pytorch_accel_lite.data.batch_adapter import BatchAdapter, LossFunction
+from pytorch_accel_lite.data.batch_adapter import BatchAdapter
 from pytorch_accel_lite.data.dataloader_creation import (
     DEFAULT_BATCH_SIZE,
     LoaderKwargs,
     dataloader_for,
     default_loader_kwargs,
 )
+from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, Source, dataset_of
 from pytorch_accel_lite.data.step_outputs import total_loss
 from pytorch_accel_lite.distributed import Ranks, launched_processes, shutdown
@@ -907,10 +908,10 @@ class Trainer:
         return default_accelerator(self._requested_precision)
 
     def _create_callback_handler(self) -> CallbackHandler:
-        """Create what calls the callbacks, with those that environment variables add."""
+        """Create what calls the callbacks, with those that extensions add."""
         handler = CallbackHandler(self._callbacks)
-        if LIMIT_BATCHES_ENV_VAR in os.environ:
-            handler.add_callbacks(limit_from_environment())
+        for create in ADDED_TO_EACH_TRAINER:
+            handler.add_callbacks(create())
         return handler
 
     def _create_run_config(self, per_device_batch_size: int, **settings: Any) -> TrainerRunConfig:

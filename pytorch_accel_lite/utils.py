@@ -5,19 +5,21 @@ from typing import TYPE_CHECKING
 from pytorch_accel_lite.base.display.escaping import as_cell, from_cell
 from pytorch_accel_lite.base.display.formatting import format_bytes, format_metric, format_value, listed
 from pytorch_accel_lite.base.missing_extensions import missing_name_error
-from pytorch_accel_lite.base.names.compat_names import DataLoaderSlice, worker_init_fn
 from pytorch_accel_lite.base.names.unknown_names import suggest
 from pytorch_accel_lite.base.optional_packages import import_extra
 from pytorch_accel_lite.base.values.plain_values import as_json
-from pytorch_accel_lite.callbacks.batch_limits import LIMIT_BATCHES_ENV_VAR, LimitBatches
 from pytorch_accel_lite.distributed.launched_processes import record_error
-from pytorch_accel_lite.distributed.process_decorators import (
-    local_process_zero_first,
-    local_process_zero_only,
-    world_process_zero_only,
-)
 from pytorch_accel_lite.extensions.idle_gpus import use_idle_gpus
 from pytorch_accel_lite.extensions.model_ema import ModelEma
+from pytorch_accel_lite.extensions.pytorch_accelerated import (
+    LIMIT_BATCHES_ENV_VAR,
+    DataLoaderSlice,
+    LimitBatches,
+    local_process_zero_first,
+    local_process_zero_only,
+    worker_init_fn,
+    world_process_zero_only,
+)
 from pytorch_accel_lite.trainer_methods.gather_and_broadcast import remove_padding, result_of_first
 
 __all__ = [

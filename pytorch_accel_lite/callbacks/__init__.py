@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.base.missing_extensions import missing_name_error
-from pytorch_accel_lite.base.names.compat_names import CallbackMethodNotImplementedError
-from pytorch_accel_lite.callbacks.batch_limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.default_callbacks import DefaultCallbacks, get_default_callbacks
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
@@ -40,6 +38,11 @@ from pytorch_accel_lite.extensions.predictions import PredictionWriterCallback, 
 from pytorch_accel_lite.extensions.profiling import ProfilerCallback, TimingCallback
 from pytorch_accel_lite.extensions.progress_bar import ProgressBarCallback  # adds to DEFAULTS
 from pytorch_accel_lite.extensions.progress_table import ProgressTableCallback  # adds to DEFAULTS
+from pytorch_accel_lite.extensions.pytorch_accelerated import (  # adds to ADDED_TO_EACH_TRAINER
+    CallbackMethodNotImplementedError,
+    LimitBatchesCallback,
+    LimitEvalStepsCallback,
+)
 from pytorch_accel_lite.extensions.reports import PlotMetricsCallback, RunLogCallback, ShowOutputsCallback
 from pytorch_accel_lite.extensions.sync_batch_norm import ConvertSyncBatchNormCallback
 from pytorch_accel_lite.extensions.throughput import ThroughputCallback

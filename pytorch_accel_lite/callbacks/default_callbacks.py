@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from pytorch_accel_lite.base.arguments.argument_checks import check_bool
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
@@ -11,6 +13,8 @@ from pytorch_accel_lite.run.events import TrainerCallback
 DEFAULTS: list[type[TrainerCallback]] = [MoveModulesToDeviceCallback, TerminateOnNaNCallback]
 #: Those of ``DEFAULTS`` that show the progress of a run, and may be left out.
 PROGRESS_BARS: list[type[TrainerCallback]] = []
+#: Functions that return the callbacks which each trainer has besides those passed, as an environment variable may ask.
+ADDED_TO_EACH_TRAINER: list[Callable[[], Iterable[TrainerCallback]]] = []
 
 
 def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallback], ...]:

@@ -1,4 +1,4 @@
-"""Printing a line when runs and epochs start, and when runs end."""
+"""Printing a line when runs and epochs start and end; the table and "Trained 3 epochs" are ``progress_table``'s."""
 
 from __future__ import annotations
 

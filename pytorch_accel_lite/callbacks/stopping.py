@@ -73,13 +73,13 @@ class EarlyStoppingCallback(MetricWatcher):
         threshold = _number("early_stopping_threshold", early_stopping_threshold)
         if not 0 <= threshold < math.inf:
             raise ValueError(f"early_stopping_threshold={early_stopping_threshold!r} must be 0 or more, and finite.")
-        if baseline is not None and math.isnan(_number("baseline", baseline)):
+        self.baseline = None if baseline is None else _number("baseline", baseline)
+        if self.baseline is not None and math.isnan(self.baseline):
             raise ValueError(f"baseline={baseline!r} must be a number: nothing is better than NaN. Omit it for none.")
         self.early_stopping_patience = check_positive_int("early_stopping_patience", early_stopping_patience)
         self.early_stopping_threshold = threshold
         self.threshold_mode = check_choice("threshold_mode", threshold_mode, ("absolute", "relative"))
         self.patience_in = check_choice("patience_in", patience_in, ("epochs", "evaluations"))
-        self.baseline = None if baseline is None else _number("baseline", baseline)
         self._run: Run | None = None
         self._message = ""  # a message to print after the metrics of the epoch
         self._stops_at_once = False  # whether the resumed state was saved just before a stop

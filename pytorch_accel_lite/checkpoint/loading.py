@@ -11,10 +11,11 @@ from torch import nn
 from pytorch_accel_lite.base.arguments.paths import PathOrFile, StrPath, check_open_file, name_of, parse_location
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN, read_checkpoint
+from pytorch_accel_lite.checkpoint.disk.checkpoint_files import LEFT_OUT, read_checkpoint
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
 from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks
 from pytorch_accel_lite.checkpoint.models.frozen_weights import describe_other_weights
+from pytorch_accel_lite.checkpoint.models.optimizer_state_loading import load_optimizer_state
 from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import (
     fit_trained_object_states,
     load_loss_state,
@@ -22,12 +23,7 @@ from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import (
     undone_on_error,
 )
 from pytorch_accel_lite.checkpoint.models.supported_engines import refuse_engines
-from pytorch_accel_lite.checkpoint.models.weights import (
-    fit_model_state,
-    load_optimizer_state,
-    read_pretrained,
-    verify_weights,
-)
+from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, read_pretrained, verify_weights
 from pytorch_accel_lite.checkpoint.states.manifest import MANIFEST
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
 from pytorch_accel_lite.checkpoint.states.state_contents import restore_after_start, restore_before_start
@@ -50,9 +46,9 @@ def load_checkpoint(
         refuse_engines(trainer.accelerator, "load_checkpoint()", "Call it before the first run of the trainer.")
     model, source = trainer.get_model(keep_torch_compile=False), name_of(checkpoint_path)
     checkpoint = _read_content(trainer, checkpoint_path, model, only_weights=not (load_optimizer or load_scheduler))
-    frozen_left_out = checkpoint.get(FROZEN, {})
-    weights = fit_model_state(model, checkpoint["model_state_dict"], source, strict, frozen_left_out)
-    if frozen_left_out and (others := describe_other_weights(model, frozen_left_out, source)):
+    left_out = checkpoint.get(LEFT_OUT, {})
+    weights = fit_model_state(model, checkpoint["model_state_dict"], source, strict, left_out)
+    if left_out and (others := describe_other_weights(model, left_out, source)):
         warn_outside(f"{others} Create the model from the same pretrained weights.")
     states = checkpoint.get("attribute_state_dicts", {})
     loads_of_attributes = fit_trained_object_states(trainer, states, source, load_optimizer, load_scheduler, strict)
@@ -70,7 +66,7 @@ def load_checkpoint(
         for load in loads_of_attributes:
             load()
         load_loss_state(trainer, checkpoint.get("loss_func_state_dict", {}), source)
-        model.load_state_dict(weights, strict=strict and not frozen_left_out)
+        model.load_state_dict(weights, strict=strict and not left_out)
     if not trainer.is_running:
         _say_what_was_loaded(trainer, source, options, load_scheduler and "scheduler_state_dict" in checkpoint)
     numbers = {name: value for name, value in checkpoint.items() if type(value) in (int, float)}

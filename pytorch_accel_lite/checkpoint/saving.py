@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from pytorch_accel_lite.base.arguments.argument_checks import check_dict
 from pytorch_accel_lite.base.arguments.paths import (
@@ -26,7 +27,7 @@ from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.disk.atomic_files import replacing
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
-from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN, write_checkpoint
+from pytorch_accel_lite.checkpoint.disk.checkpoint_files import LEFT_OUT, write_checkpoint
 from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, seal
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import write_sealed, write_tensors
 from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks
@@ -63,7 +64,7 @@ _ENTRIES_OF_CHECKPOINTS = frozenset(
         "scheduler_state_dict",
         "loss_func_state_dict",
         "attribute_state_dicts",
-        FROZEN,
+        LEFT_OUT,
     }
 )
 #: The ends of the names of files with weights, in other programs.
@@ -86,6 +87,24 @@ def _timed(trainer: TrainerLike) -> Iterator[None]:
     """Count the time of a block as saving."""
     with trainer.callback_handler.timing("saving"), trainer.current_run.goodput.counting("saving"):
         yield
+
+
+def _check_model(
+    trainer: TrainerLike, method: str, argument: str, target: PathOrFile, writes: bool, trainable_only: bool
+) -> nn.Module:
+    """Check what a method is to save, and where; return the model.
+
+    Args:
+        argument: the method's name for ``target``
+        writes: whether this process writes
+    """
+    with naming_call(trainer.ranks, f"{method}()"):
+        check_on_all_ranks(trainer.ranks, lambda: check_open_file(argument, target, to_write=True) if writes else None)
+    refuse_fsdp1(trainer.accelerator, f"{method}()")
+    model = trainer.get_model(keep_torch_compile=False)
+    if trainable_only:
+        check_has_trainable(model)
+    return model
 
 
 def _check_entries(checkpoint_kwargs: StateDict | None, taken: Collection[str], called: str) -> StateDict:
@@ -116,53 +135,33 @@ def save_checkpoint(
     else:
         save_per_node = False
     kwargs = _check_entries(checkpoint_kwargs, _ENTRIES_OF_CHECKPOINTS, "a checkpoint")
-    trainer.ranks.repeatable(
-        lambda: _attempt_to_save_checkpoint(
-            trainer, target, kwargs, save_optimizer, save_scheduler, save_per_node, trainable_only
-        )
-    )
 
+    def attempt() -> None:
+        writes = trainer.accelerator.is_local_main_process if save_per_node else trainer.accelerator.is_main_process
+        if save_optimizer:
+            refuse_engines(trainer.accelerator, "save_checkpoint(save_optimizer=True)", "Pass save_optimizer=False.")
+        model = _check_model(trainer, "save_checkpoint", "save_path", target, writes, trainable_only)
+        with _timed(trainer), evaluating_optimizers(trainer):
+            _warn_of_weights(trainer, "save_checkpoint")
+            weights = model_state(model, writes)
+            checkpoint: StateDict = {"model_state_dict": weights}
+            if writes and (left_out := leave_out_frozen(model, weights, only_quantised=not trainable_only)):
+                checkpoint[LEFT_OUT] = left_out
+            state = None if trainer.optimizer is None or not save_optimizer else trainer.optimizer.state_dict()
+            if state is not None:  # an optimizer that is not created yet has no state
+                checkpoint["optimizer_state_dict"] = full_state_dict(state, writes)
+            if save_scheduler and trainer.scheduler is not None:
+                checkpoint["scheduler_state_dict"] = trainer.scheduler.state_dict()
+            if learned := loss_state(trainer):
+                checkpoint["loss_func_state_dict"] = learned
+            others = trainer.current_run.user_attributes.changed_modules(trainer)
+            if states := trained_object_states(trainer, writes, save_optimizer, save_scheduler, others):
+                checkpoint["attribute_state_dicts"] = states
+            checkpoint.update(kwargs)
+            trainer.ranks.barrier()  # other processes may still be reading the old file
+            trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, target) if writes else None)
 
-def _attempt_to_save_checkpoint(
-    trainer: TrainerLike,
-    target: PathOrFile,
-    checkpoint_kwargs: dict[str, object],
-    save_optimizer: bool,
-    save_scheduler: bool,
-    save_per_node: bool,
-    trainable_only: bool,
-) -> None:
-    writes = trainer.accelerator.is_local_main_process if save_per_node else trainer.accelerator.is_main_process
-    with naming_call(trainer.ranks, "save_checkpoint()"):
-        check_on_all_ranks(
-            trainer.ranks, lambda: check_open_file("save_path", target, to_write=True) if writes else None
-        )
-    if save_optimizer:
-        refuse_engines(trainer.accelerator, "save_checkpoint(save_optimizer=True)", "Pass save_optimizer=False.")
-    refuse_fsdp1(trainer.accelerator, "save_checkpoint()")
-    model = trainer.get_model(keep_torch_compile=False)
-    if trainable_only:
-        check_has_trainable(model)
-    with _timed(trainer), evaluating_optimizers(trainer):
-        _warn_of_weights(trainer, "save_checkpoint")
-        weights = model_state(model, writes)
-        checkpoint: StateDict = {"model_state_dict": weights}
-        frozen_left_out = leave_out_frozen(model, weights, only_quantised=not trainable_only) if writes else {}
-        if frozen_left_out:
-            checkpoint[FROZEN] = frozen_left_out
-        state = None if trainer.optimizer is None or not save_optimizer else trainer.optimizer.state_dict()
-        if state is not None:  # an optimizer that is not created yet has no state
-            checkpoint["optimizer_state_dict"] = full_state_dict(state, writes)
-        if save_scheduler and trainer.scheduler is not None:
-            checkpoint["scheduler_state_dict"] = trainer.scheduler.state_dict()
-        if learned := loss_state(trainer):
-            checkpoint["loss_func_state_dict"] = learned
-        others = trainer.current_run.user_attributes.changed_modules(trainer)
-        if states := trained_object_states(trainer, writes, save_optimizer, save_scheduler, others):
-            checkpoint["attribute_state_dicts"] = states
-        checkpoint.update(checkpoint_kwargs)
-        trainer.ranks.barrier()  # other processes may still be reading the old file
-        trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, target) if writes else None)
+    trainer.ranks.repeatable(attempt)
 
 
 def _split(location: Path | str) -> tuple[Path | str, str]:
@@ -224,12 +223,7 @@ def _attempt_to_save_model(
     """
     location = parse_location(path) if isinstance(path, (str, os.PathLike)) else path
     writes = trainer.accelerator.is_main_process
-    with naming_call(trainer.ranks, "save_model()"):
-        check_on_all_ranks(trainer.ranks, lambda: check_open_file("path", path, to_write=True) if writes else None)
-    refuse_fsdp1(trainer.accelerator, "save_model()")
-    model = trainer.get_model(keep_torch_compile=False)
-    if trainable_only:
-        check_has_trainable(model)
+    model = _check_model(trainer, "save_model", "path", path, writes, trainable_only)
     with _timed(trainer), evaluating_optimizers(trainer):
         _warn_of_weights(trainer, "save_model")
         weights = model_state(model, keep=writes)
@@ -238,10 +232,8 @@ def _attempt_to_save_model(
         def write() -> None:
             has_form = write_beside is not None and not trainable_only
             writer = find_writer(trainer, model) if has_form else None
-            frozen_left_out = (
-                {} if writer is not None else leave_out_frozen(model, weights, only_quantised=not trainable_only)
-            )
-            metadata = {FROZEN: json.dumps(frozen_left_out)} if frozen_left_out else {}
+            left_out = {} if writer is not None else leave_out_frozen(model, weights, only_quantised=not trainable_only)
+            metadata = {LEFT_OUT: json.dumps(left_out)} if left_out else {}
             if isinstance(location, (Path, str)):
                 _write_weights(weights, location, metadata, write_beside, writer)
                 if write_beside is not None and writer is None and isinstance(location, Path):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, parse_flag_from_env
 
 from pytorch_accel_lite.base.machine.devices import launched_on_cpus
 
@@ -86,3 +86,8 @@ def in_effect(accelerator: Accelerator) -> Iterator[None]:
     finally:
         _num_in_effect -= 1
         AcceleratorState._shared_state = before
+
+
+def current_process() -> PartialState:
+    """Return the state of this process, consistent with an ``Accelerator`` that may be created later."""
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or launched_on_cpus())

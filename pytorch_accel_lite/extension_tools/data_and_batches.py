@@ -12,13 +12,7 @@ from pytorch_accel_lite.base.display.reprs import short_repr
 from pytorch_accel_lite.base.machine.cpu_cores import cores_per_process
 from pytorch_accel_lite.base.random_generators.reachable_objects import is_a, nested_in, parts_held, reachable_from
 from pytorch_accel_lite.base.values.nested_data import parts_in, tensors_in
-from pytorch_accel_lite.data.batch_adapter import (
-    IGNORED_LABEL,
-    TARGET_KEYS,
-    LossShapeError,
-    first_label,
-    shapes_are_known,
-)
+from pytorch_accel_lite.data.batch_adapter import IGNORED_LABEL, TARGET_KEYS, first_label
 from pytorch_accel_lite.data.batch_size import infer_batch_size, is_as_long, is_packed
 from pytorch_accel_lite.data.batch_slices import WHAT_CAN_BE_SPLIT, is_list_of_samples, select_samples
 from pytorch_accel_lite.data.batches import Batch
@@ -28,6 +22,7 @@ from pytorch_accel_lite.data.dataloader_creation import DEFAULT_BATCH_SIZE, Load
 from pytorch_accel_lite.data.device_placement import to_device
 from pytorch_accel_lite.data.loader_base import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SequentialReader, is_loader_of_torch
+from pytorch_accel_lite.data.loss_functions import LossShapeError, shapes_are_known
 from pytorch_accel_lite.data.map_loader import MapLoader
 from pytorch_accel_lite.data.named_datasets import check_are_named, sizes_of
 from pytorch_accel_lite.data.reading import add_missing_note, names_sample, reader_of

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.callbacks.default_callbacks import DEFAULTS, PROGRESS_BARS
+from pytorch_accel_lite.callbacks.default_callbacks import ADDED_TO_EACH_TRAINER, DEFAULTS, PROGRESS_BARS
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.callbacks.print_progress import epoch_of
@@ -23,10 +23,11 @@ from pytorch_accel_lite.run.metrics.metric_directions import direction_of, impro
 from pytorch_accel_lite.run.metrics.metric_panels import best_of, is_monitor, panels_by_metric
 
 __all__ = [
-    "CountedRun", "DEFAULTS", "EVENTS", "ExpectedMetrics", "Failure", "Interval", "LogMetricsCallback", "MetricValue",
-    "MetricWatcher", "NewMetrics", "Phase", "Picture", "PROGRESS_BARS", "best_of", "count_values", "default_transform",
-    "describe_fractions", "direction_of", "epoch_of", "events_between", "improvement", "is_loss", "is_monitor",
-    "keywords_of", "named_callbacks", "panels_by_metric", "parse_interval", "set_listening",
+    "ADDED_TO_EACH_TRAINER", "CountedRun", "DEFAULTS", "EVENTS", "ExpectedMetrics", "Failure", "Interval",
+    "LogMetricsCallback", "MetricValue", "MetricWatcher", "NewMetrics", "Phase", "Picture", "PROGRESS_BARS", "best_of",
+    "count_values", "default_transform", "describe_fractions", "direction_of", "epoch_of", "events_between",
+    "improvement", "is_loss", "is_monitor", "keywords_of", "named_callbacks", "panels_by_metric", "parse_interval",
+    "set_listening",
 ]  # fmt: skip
 
 

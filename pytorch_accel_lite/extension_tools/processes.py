@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.distributed.accelerator import current_process
 from pytorch_accel_lite.distributed.control_group import ControlGroup
 from pytorch_accel_lite.distributed.launched_processes import die_with_parent
 from pytorch_accel_lite.distributed.lost_processes import is_about_lost_process
@@ -20,9 +21,9 @@ from pytorch_accel_lite.distributed.stack_frames import (
 )
 
 __all__ = [
-    "ControlGroup", "Holders", "MACHINERY", "Message", "Ranks", "chosen_timeout", "current_holders", "decode",
-    "describe_call", "describe_frame", "die_with_parent", "innermost_function", "is_in_backward", "is_library_frame",
-    "names_connection", "open_trainers", "set_timeout", "timeout_of", "use_holders", "use_ranks",
+    "ControlGroup", "Holders", "MACHINERY", "Message", "Ranks", "chosen_timeout", "current_holders", "current_process",
+    "decode", "describe_call", "describe_frame", "die_with_parent", "innermost_function", "is_in_backward",
+    "is_library_frame", "names_connection", "open_trainers", "set_timeout", "timeout_of", "use_holders", "use_ranks",
 ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from pytorch_accel_lite.loop.inference import inference, inference_run, unwrappe
 from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.model_setup import prepare_model, release_model
 from pytorch_accel_lite.loop.run_loaders import create_eval_loaders, create_train_loader
+from pytorch_accel_lite.loop.scheduler_creation import create_from_options
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.loop.training import run_step
 from pytorch_accel_lite.run.error_notes_seam import add_error_notes, adding_error_notes
@@ -31,9 +32,10 @@ from pytorch_accel_lite.steps.step_choice import create_step
 
 __all__ = [
     "DataArguments", "add_error_notes", "adding_error_notes", "check_dataset", "check_training", "create_eval_loaders",
-    "create_step", "create_train_loader", "entering", "inference", "inference_run", "is_stepped_after_updates",
-    "loss_of", "min_share_for_batch_norm", "prepare_model", "prepare_training", "preserving_attributes",
-    "release_model", "replaced", "run_step", "step_after_update", "tensor_parallel_size", "unwrapped_model",
+    "create_from_options", "create_step", "create_train_loader", "entering", "inference", "inference_run",
+    "is_stepped_after_updates", "loss_of", "min_share_for_batch_norm", "prepare_model", "prepare_training",
+    "preserving_attributes", "release_model", "replaced", "run_step", "step_after_update", "tensor_parallel_size",
+    "unwrapped_model",
 ]  # fmt: skip
 
 _MOST_ELEMENTS = 64  # of a container whose elements are kept, too

@@ -7,14 +7,15 @@ from typing import ClassVar
 import torch
 
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.optimizers.optimizer_types import CreateScheduler
 from pytorch_accel_lite.optimizers.param_group_options import layer_scales
 from pytorch_accel_lite.schedulers.placeholders import TrainerPlaceholderValues, Unresolved
-from pytorch_accel_lite.schedulers.schedule_arguments import NAMED_SCHEDULES, ScheduleName
-from pytorch_accel_lite.schedulers.scheduler_base import StatefulSchedulerBase
+from pytorch_accel_lite.schedulers.schedule_arguments import NAMED_SCHEDULES, ScheduleName, resolve_names
+from pytorch_accel_lite.schedulers.scheduler_base import SchedulerBase, StatefulSchedulerBase
 
 __all__ = [
-    "NAMED_SCHEDULES", "PlannedLrScheduler", "RUN_EPOCHS", "ScheduleName", "TrainerPlaceholderValues",
-    "UPDATES_PER_EPOCH", "Unresolved",
+    "CreateScheduler", "NAMED_SCHEDULES", "PlannedLrScheduler", "RUN_EPOCHS", "ScheduleName", "SchedulerBase",
+    "TrainerPlaceholderValues", "UPDATES_PER_EPOCH", "Unresolved", "resolve_names",
 ]  # fmt: skip
 
 UPDATES_PER_EPOCH: Unresolved = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH

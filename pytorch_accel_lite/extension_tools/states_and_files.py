@@ -8,9 +8,10 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
+from pytorch_accel_lite.base.modules.unwrapping import without_compile
 from pytorch_accel_lite.checkpoint.disk.atomic_files import write_bytes
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
-from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
+from pytorch_accel_lite.checkpoint.disk.checkpoint_files import LEFT_OUT
 from pytorch_accel_lite.checkpoint.disk.shards import find_tensors, first_holder, is_sharded_tensor
 from pytorch_accel_lite.checkpoint.disk.torch_files import load_plain
 from pytorch_accel_lite.checkpoint.models.frozen_weights import (
@@ -25,9 +26,18 @@ from pytorch_accel_lite.checkpoint.models.supported_engines import (
     refuse_engines,
     refuse_fsdp1,
 )
-from pytorch_accel_lite.checkpoint.models.weights import full_state_dict, sharded_like, verify_weights, without_compile
+from pytorch_accel_lite.checkpoint.models.weights import full_state_dict, sharded_like, verify_weights
+from pytorch_accel_lite.checkpoint.states.manifest import (
+    MANIFEST,
+    DamagedStateError,
+    read_manifest,
+    stored_checksum,
+    verify_state,
+)
+from pytorch_accel_lite.checkpoint.states.state_files import MODEL, open_state, read_weights
 from pytorch_accel_lite.checkpoint.states.state_store import remove_old_states, state_name
-from pytorch_accel_lite.checkpoint.stores_by_url import open_store
+from pytorch_accel_lite.checkpoint.stores_by_url import local_copy, open_store
+from pytorch_accel_lite.run.step_division import DIVISIONS
 from pytorch_accel_lite.run.trainer_parts.trained_objects import (
     SavedBeside,
     buffers_beside_model,
@@ -39,13 +49,16 @@ from pytorch_accel_lite.run.trainer_parts.trained_objects import (
 )
 
 __all__ = [
-    "BackgroundWriter", "FROZEN", "SavedBeside", "buffers_beside_model", "check_has_trainable",
-    "check_states_are_possible", "every_part_is_held", "find_saved_beside", "find_tensors", "full_state_dict",
-    "is_of_peft", "is_of_timm", "leave_out_frozen", "load_plain", "loose_parameters", "model_checksums", "open_store",
-    "refuse_engines", "refuse_fsdp1", "remove_old_states", "saved_optimizers", "sharded_like", "state_name",
-    "trained_objects", "unsaved_attribute_names", "verify_weights", "weight_checksums", "without_compile",
-    "write_bytes",
+    "BackgroundWriter", "DIVISIONS", "DamagedStateError", "FROZEN", "LEFT_OUT", "MANIFEST", "MODEL", "SavedBeside",
+    "buffers_beside_model", "check_has_trainable", "check_states_are_possible", "every_part_is_held",
+    "find_saved_beside", "find_tensors", "full_state_dict", "is_of_peft", "is_of_timm", "leave_out_frozen",
+    "load_plain", "local_copy", "loose_parameters", "model_checksums", "open_state", "open_store", "read_manifest",
+    "read_weights", "refuse_engines", "refuse_fsdp1", "remove_old_states", "saved_optimizers", "sharded_like",
+    "state_name", "stored_checksum", "trained_objects", "unsaved_attribute_names", "verify_state", "verify_weights",
+    "weight_checksums", "without_compile", "write_bytes",
 ]  # fmt: skip
+
+FROZEN = LEFT_OUT  # its earlier name
 
 
 def is_of_timm(model: nn.Module) -> bool:

@@ -10,15 +10,15 @@ from typing import ClassVar, TextIO
 from tqdm import tqdm
 
 from pytorch_accel_lite.base.display.escaping import escape_unprintable
-from pytorch_accel_lite.base.display.formatting import is_terminal, listed, wrapped
+from pytorch_accel_lite.base.display.formatting import format_metric, is_terminal, listed, wrapped
 from pytorch_accel_lite.base.display.reprs import short_repr
 from pytorch_accel_lite.base.values.plain_values import as_number_or_text, as_plain, to_number
 from pytorch_accel_lite.extension_tools.templates import Column, render
 
 __all__ = [
     "Column", "Report", "align", "as_number_or_text",
-    "as_plain", "escape_unprintable", "format_duration", "html_table", "in_notebook", "is_terminal", "listed",
-    "render", "short_repr", "shows_live", "to_number", "wrapped",
+    "as_plain", "escape_unprintable", "format_duration", "format_metric", "html_table", "in_notebook", "is_terminal",
+    "listed", "render", "short_repr", "shows_live", "to_number", "wrapped",
 ]  # fmt: skip
 
 

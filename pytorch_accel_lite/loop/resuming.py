@@ -18,7 +18,7 @@ from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import setting
 from pytorch_accel_lite.checkpoint.states.state_contents import restore_after_start, restore_again, restore_before_start
 from pytorch_accel_lite.loop.guards.modes import has_starting_code
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length, warn_of_other_schedule
-from pytorch_accel_lite.loop.recreated_schedule import must_recreate_schedule, resume_schedule
+from pytorch_accel_lite.loop.schedule_recreation_seam import find_schedule_recreation
 from pytorch_accel_lite.optimizers.param_group_options import Options, all_options
 from pytorch_accel_lite.run.ending.stop_errors import StopTrainingError
 from pytorch_accel_lite.run.run import Run, TrainerLike
@@ -34,7 +34,8 @@ def begin_resuming(trainer: TrainerLike, run: Run) -> None:
     if state is None:
         return
     warn_of_other_schedule(trainer, state)
-    run.schedule.is_recreated = must_recreate_schedule(trainer, run, state)
+    recreate_schedule = find_schedule_recreation(trainer, run, state)
+    run.schedule.is_recreated = recreate_schedule is not None
     if "load_training_state" in run.overridden:
         trainer.load_training_state(state.directory)  # the method of Trainer, if it calls that, takes run.resumed
     else:
@@ -42,8 +43,8 @@ def begin_resuming(trainer: TrainerLike, run: Run) -> None:
     run.training_step.set_accumulation(trainer, run, run.accumulation.window_size_after(run.progress.update))
     run.goodput.resume(state.metadata.get("goodput", {}), state.metadata["saved_at"])
     check_schedule_length(trainer, run)
-    if run.schedule.is_recreated:
-        resume_schedule(trainer, run, state)
+    if recreate_schedule is not None:
+        recreate_schedule(trainer, run, state)
     if run.recorded_settings is not None:
         changes = settings_recorder().compare(trainer, state, run.recorded_settings, run.user_attributes)
         if changes:

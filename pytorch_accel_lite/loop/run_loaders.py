@@ -15,6 +15,7 @@ def create_train_loader(
     trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: LoaderKwargs | None
 ) -> ShardedLoader:
     """Create the loader of the training batches, and return it."""
+    run.data.train_loader = None  # what the method assigns to trainer.train_dataset is read
     source = trainer.create_train_dataloader(batch_size, loader_kwargs)
     run.data.train_dataset = dataset_of(run.data.train_dataset)
     run.data.train_loader = loader = loader_of_run(trainer, run, source, training=True)
@@ -26,13 +27,12 @@ def create_train_loader(
 
 def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: LoaderKwargs | None) -> None:
     """Create the loaders of the evaluation dataset, or of several by name."""
-    run.data.eval_loader = None
     run.data.eval_loaders = {}
     dataset = run.data.eval_dataset
     for name, part in dataset.items() if isinstance(dataset, dict) else [("", dataset)]:
         if isinstance(dataset, dict) and not (name and isinstance(name, str)):
             raise ValueError(f"eval_dataset has the key {name!r}, but keys name the metrics: use non-empty strings.")
-        run.data.eval_dataset = part  # read by overrides of create_eval_dataloader
+        run.data.eval_dataset, run.data.eval_loader = part, None  # overrides of create_eval_dataloader use the first
         source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
         run.data.eval_loader = loader_of_run(trainer, run, source, training=False)
         check_gives_batches(run.data.eval_loader, "eval_dataset")

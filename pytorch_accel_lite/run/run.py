@@ -26,8 +26,8 @@ from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.base.weak_sets import TransientSet
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
-from pytorch_accel_lite.data.batch_adapter import LossFunction
 from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
+from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.named_datasets import NamedDatasets
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, find_length
 from pytorch_accel_lite.distributed import Ranks

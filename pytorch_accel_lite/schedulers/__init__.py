@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.base.missing_extensions import missing_name_error
 from pytorch_accel_lite.extensions.named_schedules import CosineLrScheduler, WSDLrScheduler
+from pytorch_accel_lite.extensions.schedule_preview import schedule_values
 from pytorch_accel_lite.schedulers.schedule_arguments import ScheduleName, resolve_names
-from pytorch_accel_lite.schedulers.schedule_preview import schedule_values
 from pytorch_accel_lite.schedulers.scheduler_base import SchedulerBase, StatefulSchedulerBase
 
 __all__ = [

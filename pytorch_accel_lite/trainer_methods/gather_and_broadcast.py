@@ -13,9 +13,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.distributed.accelerator import current_process
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.distributed.message_encoding import decode, encode
-from pytorch_accel_lite.distributed.process_decorators import current_process
 from pytorch_accel_lite.distributed.ranks import Ranks, find_ranks
 from pytorch_accel_lite.run.run import TrainerLike
 

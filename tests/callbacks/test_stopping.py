@@ -120,6 +120,13 @@ def test_a_finite_value_improves_on_an_infinite_baseline(mode):
     assert stops.best_metric == 2.0
 
 
+def test_an_infinite_first_value_is_saved_but_does_not_improve(tmp_path):
+    stops, saves = EarlyStoppingCallback(2, watch_metric="score"), SaveBestModelCallback(tmp_path / "best.pt", "score")
+    trainer = scripted([math.inf, math.inf, 3.0], stops, saves)
+    assert trainer.progress.epoch == 2
+    assert (stops.best_metric, saves.best_metric, saves.best_metric_epoch) == (None, math.inf, 1)
+
+
 @pytest.mark.parametrize("reset", [True, False])
 def test_early_stopping_restarts_in_the_next_run_by_default(reset):
     callback = EarlyStoppingCallback(early_stopping_patience=2, watch_metric="score", reset_on_train=reset)

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.checkpoint import print_contents
 from tests.adapters import bert, rows, with_lora
 from tests.launching import CAN_SHARD
 from tests.sharded import gathered, large_model, mesh_of
@@ -137,7 +136,10 @@ def states_of(folder: Path, **kwargs: Any) -> SaveTrainingStateCallback:
     return SaveTrainingStateCallback(folder, save_every_n_steps=1, trainable_only=True, **kwargs)
 
 
+@pytest.mark.extension("printed_states")
 def test_a_state_without_frozen_weights_resumes_to_the_same_bits(tmp_path, capsys):
+    from pytorch_accel_lite.checkpoint import print_contents
+
     whole = train(make_trainer([states_of(tmp_path / "a")], Net(), seed=1), 2)
     state = tmp_path / "a" / "update-000000002"
     assert safetensors.torch.load_file(state / "model.safetensors").keys().isdisjoint(FROZEN)

@@ -17,7 +17,7 @@ from torch import nn
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, verify_state
+from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from tests.small_models import adamw_trainer, changed_manifest, equal_weights, float64_data
 
 BIG, SEVERAL_PIECES = 150, 2100
@@ -151,7 +151,10 @@ def as_in_format_1(state: Path) -> None:
         manifest["format_version"] = 1
 
 
+@pytest.mark.extension("printed_states")
 def test_states_of_earlier_versions_are_verified_and_resumed(tmp_path, capsys):
+    from pytorch_accel_lite.checkpoint import print_contents
+
     def small_trainer() -> Trainer:
         return large_trainer(5, [SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)])
 

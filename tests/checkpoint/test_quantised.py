@@ -12,7 +12,7 @@ import torch
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.checkpoint import print_contents, read_checkpoint, write_checkpoint
+from pytorch_accel_lite.checkpoint import read_checkpoint, write_checkpoint
 from tests.launching import SOAK
 from tests.ranks import run_and_resume, world_size
 from tests.small_models import equal_weights, largest_difference, weights
@@ -95,8 +95,11 @@ def state_after(folder: Path, update: int) -> Path:
     return folder / f"update-{update:09}"
 
 
+@pytest.mark.extension("printed_states")
 @pytest.mark.sampled
 def test_adapters_resume_to_the_same_bits_without_the_base(kind, tmp_path, capsys):
+    from pytorch_accel_lite.checkpoint import print_contents
+
     base = save_base(tmp_path / "base")
     whole = train(kind, base, tmp_path / "states")
     state = state_after(tmp_path / "states", 3)  # after an evaluation

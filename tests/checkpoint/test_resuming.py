@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset, TensorDataset
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, callbacks
-from pytorch_accel_lite.callbacks import LimitBatchesCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.extending import SETTINGS_RECORDER, SettingsRecorder
 from tests.launching import CAN_SHARD, SOAK, only_with_soak, some_of
 from tests.ranks import world_size
@@ -133,7 +133,7 @@ class OwnBatches(Trainer):
 @pytest.mark.parametrize(
     "kind", ["in memory", *(pytest.param(kind, marks=pytest.mark.extension("streams")) for kind in ("stream", "own"))]
 )
-@pytest.mark.parametrize("limit", [None, *[3] * SOAK])
+@pytest.mark.parametrize("limit", [None, *[pytest.param(3, marks=pytest.mark.extension("pytorch_accelerated"))] * SOAK])
 def test_a_run_with_dropout_resumes_its_bits_from_any_data(tmp_path, kind, limit):
     """The generators are restored, also after earlier samples were read again and dropped."""
 
@@ -147,10 +147,11 @@ def test_a_run_with_dropout_resumes_its_bits_from_any_data(tmp_path, kind, limit
     def train(folder, resume_from=None):
         model = make_model()
         saving = SaveTrainingStateCallback(folder / "states", 1, 1)
-        callbacks = [saving, CopyStates(folder), *([LimitBatchesCallback(limit)] if limit else [])]
+        limits = [callbacks.LimitBatchesCallback(limit)] if limit else []
         kind_of_trainer = OwnBatches if kind == "own" else Trainer
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        trainer = kind_of_trainer(model, torch.nn.MSELoss(), optimizer, callbacks, seed=5)
+        listeners = [saving, CopyStates(folder), *limits]
+        trainer = kind_of_trainer(model, torch.nn.MSELoss(), optimizer, listeners, seed=5)
         kwargs = {"shuffle": False} if kind == "stream" else None
         trainer.train(sets[kind], 2, None, 4, train_dataloader_kwargs=kwargs, resume_from=resume_from)
         assert trainer.progress.update == 2 * (limit or 6)

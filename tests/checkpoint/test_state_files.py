@@ -18,7 +18,7 @@ import torch
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, verify_state
+from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.extending import STORES, Ranks, manifest_text, read_state, read_verified, write_files
 from tests.launching import some_of
@@ -285,7 +285,10 @@ class Cupboard:
     collect = fetch_weights = fetch_state
 
 
+@pytest.mark.extension("printed_states")
 def test_states_and_models_may_be_in_a_custom_store(tmp_path, monkeypatch, capsys):
+    from pytorch_accel_lite.checkpoint import print_contents
+
     monkeypatch.setitem(STORES, "own", Cupboard(tmp_path))
     trainer = train(make_trainer())
     trainer.save_training_state("own://state")

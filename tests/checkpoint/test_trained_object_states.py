@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import StepLR
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.checkpoint import print_contents
 from pytorch_accel_lite.extending import USER_ATTRIBUTES, UserAttributes
 from tests.launching import some_of, two_are_enough
 from tests.ranks import every_state, rank, run_and_resume, world_size
@@ -311,6 +310,7 @@ def test_attributes_created_at_the_start_are_restored_too():
 INCLUDED = "include these attributes of the trainer: head, critics.0, critic_optimizer, critic_scheduler."
 
 
+@pytest.mark.extension("printed_states")
 def test_a_run_that_saves_states_prints_their_contents(tmp_path, capsys):
     saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_epochs=1)
     Adversarial(callbacks=[saving]).train(DATA, 1)
@@ -323,6 +323,8 @@ def test_a_run_that_saves_states_prints_their_contents(tmp_path, capsys):
 
 
 def look_at_states_in(folder: Path, capsys: Any) -> None:
+    from pytorch_accel_lite.checkpoint import print_contents
+
     state = next(folder.glob("update-*"))
     assert not any("teacher" in name for name in torch.load(state / "trainer.pt", weights_only=True)["attributes"])
     print_contents(state)

@@ -25,7 +25,6 @@ from torch.utils.data import (
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.data import OwnShard
-from pytorch_accel_lite.utils import DataLoaderSlice
 from tests.launching import SOAK, some_of
 from tests.ranks import OrderedStream, Recorder, rank, shared_folder, world_size
 from tests.small_models import (
@@ -171,7 +170,10 @@ def test_a_loader_may_be_replaced_within_an_epoch(tmp_path):
     assert resumed.progress.update == 6
 
 
+@pytest.mark.extension("pytorch_accelerated", "streams")
 def test_an_overridden_method_wraps_the_loader():
+    from pytorch_accel_lite.utils import DataLoaderSlice
+
     class Short(Trainer):
         def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
             return DataLoaderSlice(super().create_train_dataloader(batch_size, train_dl_kwargs), 1)

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import LimitBatchesCallback
 from pytorch_accel_lite.data import NamedDatasets
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, Recorder, global_batch, rank
@@ -245,6 +244,8 @@ def test_the_layout_in_memory_does_not_change_the_result(ranks):
 
 
 def limits() -> Any:
+    from pytorch_accel_lite.callbacks import LimitBatchesCallback
+
     model = float64_model()
     trainer = adamw_trainer(model, callbacks=[LimitBatchesCallback(2)])
     data = float64_data(30)
@@ -252,6 +253,7 @@ def limits() -> Any:
     return {"weights": weights(model), "samples": trainer.progress.samples, "updates": trainer.progress.update}
 
 
+@pytest.mark.extension("pytorch_accelerated")
 def test_limits_count_steps_of_the_whole_job(ranks):
     for result in ranks(limits):
         assert result["samples"] == on_one_process(limits)["samples"] == 24

@@ -29,7 +29,6 @@ from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStat
 from pytorch_accel_lite.checkpoint import verify_state
 from pytorch_accel_lite.data.concatenation import to_cpu
 from pytorch_accel_lite.distributed.ranks import timeout_of
-from pytorch_accel_lite.utils import local_process_zero_first, local_process_zero_only, world_process_zero_only
 from tests.launching import (
     SOAK,
     TORCHRUN,
@@ -219,6 +218,8 @@ def test_a_trainer_can_follow_another_that_was_closed(ranks):
 
 
 def process_helpers() -> Any:
+    from pytorch_accel_lite.utils import local_process_zero_first, local_process_zero_only, world_process_zero_only
+
     trainer = adamw_trainer(float64_model())
     folder = Path(trainer.broadcast_object(tempfile.mkdtemp()))
 
@@ -251,6 +252,7 @@ def process_helpers() -> Any:
     return results
 
 
+@pytest.mark.extension("pytorch_accelerated")
 def test_processes_gather_broadcast_and_wait(ranks):
     n = ranks.world_size
     everyone = [f"rank{rank}" for rank in range(n)]
@@ -501,6 +503,7 @@ def test_a_launch_that_accelerate_does_not_see_is_refused():
 LAUNCHERS = {"torchrun": [*TORCHRUN, "2"], "accelerate": ACCELERATE}
 
 
+@pytest.mark.extension("pytorch_accelerated")
 @only_with_soak
 @pytest.mark.parametrize("how", ["closed", "by itself"])
 @pytest.mark.parametrize("launcher", LAUNCHERS)

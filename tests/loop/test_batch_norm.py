@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import LimitBatchesCallback
 from pytorch_accel_lite.extension_tools.modules_and_devices import keep_in_eval
 from tests.launching import two_are_enough
 from tests.ranks import global_batch, world_size
@@ -87,7 +86,10 @@ def test_other_models_are_left_unchanged(norm):
     assert not warned_before_the_first_batch(make_trainer(model=normalised(norm)), size=7, batch_size=2)
 
 
+@pytest.mark.extension("pytorch_accelerated")
 def test_a_last_batch_that_is_not_trained_on_is_not_warned_of():
+    from pytorch_accel_lite.callbacks import LimitBatchesCallback
+
     def is_warned(callbacks=(), **kwargs):
         trainer = make_trainer(callbacks, normalised(nn.BatchNorm1d(4)))
         return warned_before_the_first_batch(trainer, size=7, batch_size=2, **kwargs)

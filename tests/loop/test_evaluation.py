@@ -450,7 +450,9 @@ def test_evaluations_refuse_bad_intervals_and_missing_data():
 
 @only_with_soak
 @pytest.mark.processes
-@pytest.mark.extension("failed_batches", "gradient_spikes", "metrics", "model_ema", "nan_report", "unfreezing")
+@pytest.mark.extension(
+    "failed_batches", "gradient_spikes", "metrics", "model_ema", "nan_report", "pytorch_accelerated", "unfreezing"
+)
 def test_all_callbacks_resume_the_same_bits_on_two_processes(tmp_path, job):
     for folder in ("whole", "killed"):
         (tmp_path / folder).mkdir()

@@ -303,6 +303,7 @@ def test_a_replaced_method_loads_the_state_to_resume(place, tmp_path, monkeypatc
     assert equal_weights(weights(expected.model), weights(trainer.model))
 
 
+@pytest.mark.extension("elastic_schedules")
 def test_a_resumed_schedule_is_advanced_by_a_replaced_method(tmp_path):
     calls: list[int] = []
 

@@ -455,7 +455,7 @@ def test_objects_of_numpy_that_could_run_code_are_still_refused(tmp_path):
 # ------------------------------------------------------------------------------------------- the small ones
 
 
-@pytest.mark.extension("finetuning", "model_ema", "progress_bar")
+@pytest.mark.extension("finetuning", "model_ema", "progress_bar", "pytorch_accelerated")
 def test_names_that_the_ancestors_users_import():
     from pytorch_accel_lite.callbacks import CallbackMethodNotImplementedError, ModelEma
     from pytorch_accel_lite.finetuning import BN_MODULES

@@ -32,14 +32,14 @@ OF_THE_PACKAGE = [
 PROGRAM = """
 import sys
 import pytorch_accel_lite
-from pytorch_accel_lite import Trainer, callbacks, data, ema, finetuning, integrations, optimizers, plotting
+from pytorch_accel_lite import Trainer, callbacks, checkpoint, data, ema, finetuning, integrations, optimizers, plotting
 from pytorch_accel_lite import schedulers, utils
 from pytorch_accel_lite.schedulers import cosine_scheduler, wsd_scheduler
 import torch
 
 trainer = Trainer(torch.nn.Linear(1, 1), None, None)
 modules = {"callbacks": callbacks, "data": data, "ema": ema, "integrations": integrations, "plotting": plotting}
-modules |= {"finetuning": finetuning, "optimizers": optimizers, "utils": utils}
+modules |= {"checkpoint": checkpoint, "finetuning": finetuning, "optimizers": optimizers, "utils": utils}
 modules |= {"schedulers": schedulers, "schedulers.wsd_scheduler": wsd_scheduler}
 modules |= {"schedulers.cosine_scheduler": cosine_scheduler}
 owners = {"": pytorch_accel_lite, "Trainer": trainer, **modules}
@@ -61,7 +61,7 @@ pytestmark = [pytest.mark.programs, pytest.mark.soak]
 
 def facade(package: Path, extension: str) -> list[Path]:
     """The files of the facade that import an extension."""
-    rooms = ("callbacks", "data", "optimizers", "schedulers")
+    rooms = ("callbacks", "checkpoint", "data", "optimizers", "schedulers")
     files = [*package.glob("*.py"), *(package / room / "__init__.py" for room in rooms)]
     # Paths of pytorch-accelerated.
     files += [package / "schedulers" / f"{name}_scheduler.py" for name in ("cosine", "wsd")]

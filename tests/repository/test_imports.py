@@ -78,7 +78,7 @@ from pytorch_accel_lite.utils import (
 """
 
 
-@pytest.mark.extension("finetuning", "model_ema", "progress_bar", "named_schedules")
+@pytest.mark.extension("finetuning", "model_ema", "progress_bar", "named_schedules", "pytorch_accelerated")
 def test_imports_of_the_ancestor_work_with_the_package_renamed():
     scope: dict[str, Any] = {}
     exec(ANCESTORS_IMPORTS, scope)

@@ -30,6 +30,7 @@ FACADE = {
     "pytorch_accel_lite.registered_extensions",
     "pytorch_accel_lite.trainer",
     "pytorch_accel_lite.callbacks",
+    "pytorch_accel_lite.checkpoint",
     "pytorch_accel_lite.data",
     "pytorch_accel_lite.optimizers",
     "pytorch_accel_lite.schedulers",

@@ -346,6 +346,7 @@ def test_an_interval_longer_than_the_run_is_named(every, length, tmp_path):
         run(callbacks=[SaveTrainingStateCallback(tmp_path, save_every=every)])
 
 
+@pytest.mark.extension("pytorch_accelerated")
 def test_an_interval_longer_than_limited_epochs_is_named():
     with pytest.warns(UserWarning, match="evaluate_every='60 samples' is never due: the run has 48 samples"):
         run("60 samples", callbacks=[callbacks.LimitBatchesCallback(4)])

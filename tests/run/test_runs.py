@@ -614,7 +614,11 @@ def test_a_dataset_assigned_within_a_run_is_a_warning(name):
             self.train_dataset, self.eval_dataset = make_data(), make_data()  # which the run reads
             return super().create_train_dataloader(*args)
 
+        def create_eval_dataloader(self, *args):
+            self.eval_dataset = make_data(2)
+            return super().create_eval_dataloader(*args)
+
     trainer = make_trainer([listener(on_train_epoch_start=lambda t: setattr(t, name, make_data(4)))], None, Own)
     with pytest.warns(UserWarning, match=f"^trainer.{name} = .* which reads trainer.{name[:-3]}loader") as said:
-        train(trainer, eval_dataset=make_data(3))
+        train(trainer, eval_dataset={"a": make_data(3), "b": make_data(3)})
     assert len(said) == 1

@@ -1,4 +1,4 @@
-"""Schedules by name, the base classes of schedules, schedules after epochs, or of a metric, and previews."""
+"""Schedules by name, the base classes of schedules, schedules after epochs, or of a metric."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,9 +13,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepL
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
+from pytorch_accel_lite.extending import SCHEDULE_RECREATION
 from pytorch_accel_lite.schedulers import SchedulerBase, StatefulSchedulerBase
 from pytorch_accel_lite.schedulers.schedule_arguments import NAMED_SCHEDULES
-from pytorch_accel_lite.schedulers.schedule_preview import schedule_values
 from tests.launching import some_of
 from tests.scripts.resumable import CopyStates
 from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model, make_data, make_model, weights
@@ -148,6 +147,16 @@ def saved_run(folder: Path, factory: Any, *callbacks: Any, resume_from: Any = No
     return run(factory, saving, *callbacks, resume_from=resume_from, **kwargs)
 
 
+def test_a_schedule_for_other_epochs_needs_an_extension(tmp_path, monkeypatch):
+    monkeypatch.setattr(SCHEDULE_RECREATION, "content", None)
+    factory = partial(StepLR, step_size=2)
+    saved_run(tmp_path, factory, epochs=1)
+    with pytest.raises(
+        ValueError, match=r"^Resuming a schedule with 2 updates in an epoch instead of 3 belongs to the"
+    ):
+        run(factory, resume_from=tmp_path / "states" / "update-000000002", per_device_batch_size=4)
+
+
 # ----------------------------------------------------------------------------------------- bad input
 
 
@@ -267,24 +276,3 @@ def test_a_schedule_of_a_metric_steps_when_it_was_measured():
     )
     assert seen == trainer.run_history.get_metric_values("eval_loss_epoch")
     assert len(seen) == 3
-
-
-def test_a_preview_shows_groups_and_timm_schedules():
-    from timm.scheduler import StepLRScheduler
-
-    assert schedule_values(partial(StepLRScheduler, decay_t=1, decay_rate=0.5), 6, [1.0, 0.1], num_epochs=3) == [
-        [1, 1, 0.5, 0.5, 0.25, 0.25], [0.1, 0.1, 0.05, 0.05, 0.025, 0.025]
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("rate", [np.float32(0.5), np.int64(1), torch.tensor(0.5), np.array([0.5, 1.0])], ids=repr)
-def test_previews_accept_rates_of_numpy_and_torch(rate):
-    values = schedule_values(partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5), 2, rate)
-    assert [group[0] for group in values] == np.atleast_1d(np.asarray(rate)).tolist()
-
-
-def test_previews_name_a_rate_that_is_none():
-    with pytest.raises(TypeError, match=r"^lr='high' must be a number, or a list"):
-        schedule_values(partial(torch.optim.lr_scheduler.StepLR, step_size=1), 2, "high")
-    with pytest.raises(TypeError, match="create_scheduler_fn=None must be a function, not NoneType"):
-        schedule_values(None, 2)

@@ -12,12 +12,7 @@ import torch
 from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import TrainerCallback, callbacks, get_default_callbacks
-from pytorch_accel_lite.callbacks import (
-    LimitBatchesCallback,
-    LimitEvalStepsCallback,
-    StepBasedEvaluationCallback,
-    TimeLimitCallback,
-)
+from pytorch_accel_lite.callbacks import StepBasedEvaluationCallback, TimeLimitCallback
 from tests.scripts.resumable import run
 
 
@@ -53,8 +48,8 @@ def run_with_all(folder: Path, update: int = 0) -> dict[str, Any]:
         StepBasedEvaluationCallback(2),
         callbacks.ModelEmaCallback(0.9, save_path=folder / "ema.pt", callbacks=[metrics()], warmup=True),
         callbacks.GradualUnfreezingCallback(),
-        LimitBatchesCallback(3),
-        LimitEvalStepsCallback(2),
+        callbacks.LimitBatchesCallback(3),
+        callbacks.LimitEvalStepsCallback(2),
         callbacks.SkipFailedBatchesCallback(),
         callbacks.GradientSpikeCallback(warm_up_updates=2),
         callbacks.NaNReportCallback(folder / "reports"),

@@ -1,9 +1,15 @@
-"""Modules inside their wrappers: unwrapping models, and the classes and models beneath them."""
+"""Modules inside their wrappers: unwrapping models, and the names in their states."""
 
 from __future__ import annotations
 
+import re
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from pytorch_accel_lite.base.types import StateDict
+
+_COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # a whole part of a name
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
@@ -28,3 +34,8 @@ def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
             model = inner
         else:
             return model
+
+
+def without_compile(state: StateDict) -> StateDict:
+    """Remove the prefixes of ``torch.compile`` from the names in a state."""
+    return {_COMPILED.sub("", key): value for key, value in state.items()}

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -20,8 +21,8 @@ from pytorch_accel_lite.checkpoint.disk.checksums import verify, verify_content
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import WholeFile, open_tensors
 from pytorch_accel_lite.checkpoint.disk.torch_files import load_plain, storable, write_plain
 
-#: The entry of a checkpoint with the checksums of weights that were left out.
-FROZEN = "frozen_weights"
+#: The entry of a checkpoint or a state with the checksums of weights that were left out: frozen and quantised ones.
+LEFT_OUT = "frozen_weights"
 
 
 def write_checkpoint(checkpoint: StateDict, path: PathOrFile) -> None:
@@ -68,7 +69,7 @@ def read_checkpoint(path: PathOrFile, *, is_verified: bool = False) -> StateDict
     if Path(path).suffix == ".safetensors":
         _, metadata = open_tensors(path)
         weights = safetensors.torch.load_file(path)
-        return {"model_state_dict": weights, FROZEN: json.loads(metadata.get(FROZEN, "{}"))}
+        return checkpoint_of(weights, metadata)
     return _entries_of(load_plain(Path(path)), os.fspath(path))
 
 
@@ -83,7 +84,7 @@ def _read_open(file: IO[bytes]) -> StateDict:
         except safetensors.SafetensorError as error:
             raise ValueError(f"The file {name!r} is damaged, or not a safetensors file. {error}") from error
         metadata = json.loads(content[8 : 8 + length]).get("__metadata__", {})
-        return {"model_state_dict": weights, FROZEN: json.loads(metadata.get(FROZEN, "{}"))}
+        return checkpoint_of(weights, metadata)
     verify_content(content, name, is_safetensors=False)
     if zipfile.is_zipfile(io.BytesIO(content)):
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -93,6 +94,11 @@ def _read_open(file: IO[bytes]) -> StateDict:
                     "position at which it was written, and keep other checkpoints in files of their own."
                 )
     return _entries_of(load_plain(io.BytesIO(content), name=name), name)
+
+
+def checkpoint_of(weights: StateDict, metadata: Mapping[str, str]) -> StateDict:
+    """Return weights as the content of a checkpoint, given the metadata of their safetensors file."""
+    return {"model_state_dict": weights, LEFT_OUT: json.loads(metadata.get(LEFT_OUT, "{}"))}
 
 
 def _entries_of(checkpoint: Tree, name: str) -> StateDict:
@@ -110,7 +116,7 @@ def _entries_of(checkpoint: Tree, name: str) -> StateDict:
             f"{', '.join(map(repr, entries)) or type(checkpoint).__name__}. Load what you need of it yourself, such as "
             "model.load_state_dict(torch.load(path)['state_dict'])."
         )
-    for entry in ("model_state_dict", "loss_func_state_dict", "attribute_state_dicts", FROZEN):
+    for entry in ("model_state_dict", "loss_func_state_dict", "attribute_state_dicts", LEFT_OUT):
         held = entries.get(entry, {})
         if not isinstance(held, dict) or not all(isinstance(key, str) for key in held):
             raise ValueError(

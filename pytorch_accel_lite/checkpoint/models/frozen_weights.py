@@ -12,9 +12,10 @@ from torch.nn.parameter import is_lazy
 
 from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.modules.quantised_weights import plain_parts, quantised_entries
+from pytorch_accel_lite.base.modules.unwrapping import without_compile
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.values.tensor_bits import is_same_sum, sums_of_bits
-from pytorch_accel_lite.checkpoint.models.weights import full_state_dict, without_compile
+from pytorch_accel_lite.checkpoint.models.weights import full_state_dict
 
 
 def weight_checksums(tensors: Mapping[str, object]) -> dict[str, int]:
@@ -67,27 +68,25 @@ def leave_out_frozen(
             stay. By default, all frozen parameters are removed.
         only_quantised: whether to remove only quantised parameters
     """
-    frozen_left_out = weight_checksums({name: state.pop(name) for name in sorted(quantised_entries(model, state))})
+    left_out = weight_checksums({name: state.pop(name) for name in sorted(quantised_entries(model, state))})
     if only_quantised:
-        return frozen_left_out
+        return left_out
     frozen = {name for name, value in _parameters(model).items() if not value.requires_grad and name in state}
     if created is not None:
         now = weight_checksums({name: state[name] for name in frozen})
         frozen = {name for name, number in now.items() if created.get(name) == number}
-    return frozen_left_out | weight_checksums({name: state.pop(name) for name in [*state] if name in frozen})
+    return left_out | weight_checksums({name: state.pop(name) for name in [*state] if name in frozen})
 
 
-def describe_other_weights(
-    model: nn.Module, frozen_left_out: Mapping[str, int | None], source: str | os.PathLike[str]
-) -> str:
+def describe_other_weights(model: nn.Module, left_out: Mapping[str, int | None], source: str | os.PathLike[str]) -> str:
     """Describe which weights of a model differ from the weights that were left out; an empty text if none differ.
 
     A collective operation if they are sharded.
 
     Args:
-        frozen_left_out: the checksums of the weights that were left out; ``None`` for unknown checksums
+        left_out: the checksums of the weights that were left out; ``None`` for unknown checksums
     """
-    known = {name: number for name, number in frozen_left_out.items() if number is not None}
+    known = {name: number for name, number in left_out.items() if number is not None}
     current = weight_checksums(
         {name: value for name, value in without_compile(model.state_dict()).items() if name in known}
     )

@@ -16,14 +16,9 @@ from pytorch_accel_lite.base.arguments.paths import StrPath
 from pytorch_accel_lite.base.display.shown_errors import add_note
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
+from pytorch_accel_lite.checkpoint.models.optimizer_state_loading import load_optimizer_state
 from pytorch_accel_lite.checkpoint.models.trainability import lacks_groups
-from pytorch_accel_lite.checkpoint.models.weights import (
-    fit_model_state,
-    full_state_dict,
-    load_optimizer_state,
-    model_state,
-    sharded_like,
-)
+from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, full_state_dict, model_state, sharded_like
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_states import load_state_of
 from pytorch_accel_lite.optimizers.param_group_options import note_options, noted_options
@@ -140,16 +135,10 @@ def undone_on_error(trainer: TrainerLike, optimizers: bool, schedulers: bool) ->
 
 
 def load_trained_object_states(
-    trainer: TrainerLike,
-    states: Mapping[str, Tree],
-    source: StrPath,
-    optimizers: bool = True,
-    schedulers: bool = True,
-    strict: bool = True,
-    is_final: bool = False,
+    trainer: TrainerLike, states: Mapping[str, Tree], source: StrPath, is_final: bool = False
 ) -> None:
     """Restore the attributes from their states, as ``fit_trained_object_states()`` describes."""
-    for load in fit_trained_object_states(trainer, states, source, optimizers, schedulers, strict, is_final):
+    for load in fit_trained_object_states(trainer, states, source, is_final=is_final):
         load()
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.modules.module_modes import keep_in_eval, release_from_eval, stays_in_eval
+from pytorch_accel_lite.base.modules.unwrapping import without_compile
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.checkpoint.models.weights import without_compile
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created, parts_of_optimizer
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.run.run import TrainerLike

@@ -1,4 +1,4 @@
-"""Full states of models and optimizers, as a single process would have them, also of sharded models (FSDP2).
+"""Full states, as a single process would have them, also of sharded models (FSDP2), and the weights of models.
 
 Sharded tensors are gathered, so a state saved by any number of processes, sharded or not, can be loaded by any other.
 The host memory of a saving process must hold all weights and the optimizer's state. Gathering is a collective
@@ -9,55 +9,32 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.modules.unwrapping import without_compile
 from pytorch_accel_lite.base.types import JsonObject, Keys, StateDict, Tree
-from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
+from pytorch_accel_lite.checkpoint.disk.checkpoint_files import checkpoint_of
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors
 from pytorch_accel_lite.checkpoint.disk.shards import find_tensors, gather_tensor, is_sharded_tensor
 from pytorch_accel_lite.checkpoint.disk.torch_files import map_nested
 from pytorch_accel_lite.checkpoint.models.model_forms import read_in_form
-from pytorch_accel_lite.optimizers.optimizer_parts import is_created, optimized_parameters, step_modules
-from pytorch_accel_lite.optimizers.optimizer_states import load_keeping_types
-from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
-from pytorch_accel_lite.optimizers.param_group_options import note_options
 from pytorch_accel_lite.run.run import TrainerLike
 
 #: The file of a model's weights in a directory, and the index of a large model's files, as on the Hugging Face Hub.
 WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # a whole part of a name
 _PARALLEL = "module."
-#: The entries of the states of torch's optimizers that have the shape of the parameter, unlike steps.
-_SHAPED_LIKE_PARAMETERS = frozenset(
-    [
-        "momentum_buffer",
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "exp_inf",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-        "sum",
-        "ax",
-        "prev",
-    ]
-)
 
 
 def full_state_dict(state: Tree, keep: bool) -> Tree:
@@ -90,17 +67,12 @@ def _state_of_zero_3(model: nn.Module, keep: bool) -> StateDict:
         return {name: value.detach().to("cpu", copy=True) if keep else None for name, value in state.items()}
 
 
-def without_compile(state: StateDict) -> StateDict:
-    """Remove the prefixes of ``torch.compile`` from the names in a state."""
-    return {_COMPILED.sub("", key): value for key, value in state.items()}
-
-
 def fit_model_state(
     model: nn.Module,
     state: StateDict,
     source: str | os.PathLike[str],
     strict: bool = True,
-    frozen_left_out: Collection[str] = (),
+    left_out: Collection[str] = (),
 ) -> StateDict:
     """Convert a full state for ``model.load_state_dict``, without loading it; the model may be sharded.
 
@@ -108,13 +80,13 @@ def fit_model_state(
 
     Args:
         strict: ``False`` to warn of entries that do not fit, and return the other entries
-        frozen_left_out: entries that the state lacks on purpose; the model must have these, and keeps its own
+        left_out: entries that the state lacks on purpose; the model must have these, and keeps its own
 
     Raises:
         ValueError: if the state does not fit; lists missing and unexpected keys and mismatched shapes
     """
     current = model.state_dict()
-    names = {_COMPILED.sub("", key): key for key in current}
+    names = without_compile({key: key for key in current})
     local = without_compile(current)
     state = _without_wrappers(state, local)
     shapes = {
@@ -129,8 +101,8 @@ def fit_model_state(
         of_any_shape = _prefixes_of_any_shape(model)
         shapes = {key: text for key, text in shapes.items() if key.rpartition(".")[0] not in of_any_shape}
     problems = {
-        "missing in the checkpoint": local.keys() - state.keys() - set(frozen_left_out),
-        "not in the model": (state.keys() | set(frozen_left_out)) - local.keys(),
+        "missing in the checkpoint": local.keys() - state.keys() - set(left_out),
+        "not in the model": (state.keys() | set(left_out)) - local.keys(),
         "of a different shape": shapes.values(),
     }
     if any(problems.values()):
@@ -163,7 +135,7 @@ def _prefixes_of_any_shape(model: nn.Module) -> set[str]:
         defining = next(kind for kind in type(module).__mro__ if "_load_from_state_dict" in vars(kind))
         return not defining.__module__.startswith("torch.nn.")
 
-    return {_COMPILED.sub("", name) for name, module in model.named_modules() if loads_itself(module)}
+    return {*without_compile({name: module for name, module in model.named_modules() if loads_itself(module)})}
 
 
 def _without_wrappers(state: StateDict, model_names: Mapping[str, object]) -> StateDict:
@@ -255,56 +227,7 @@ def read_pretrained(directory: Path, model: nn.Module) -> StateDict:
     tensors = without_compile(dict(named))
     read = {id(tensors[name]): value for name, value in weights.items() if name in tensors}
     tied = {name: read[id(tensor)] for name, tensor in tensors.items() if name in current and id(tensor) in read}
-    return {"model_state_dict": tied | weights, FROZEN: json.loads(metadata.get(FROZEN, "{}"))}
-
-
-def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
-    """Load the full state of an optimizer; its parameters may be sharded.
-
-    Raises:
-        ValueError: if the state does not fit the optimizer's groups and parameters
-    """
-    if is_created(optimizer):
-        _check_shapes_in(state, optimizer)
-    groups = getattr(optimizer, "param_groups", ())  # a DeferredOptimizer keeps the state as it is
-    parameters = dict(enumerate(p for group in groups for p in group["params"]))
-    sharded = {
-        index: {name: sharded_like(parameters.get(index), value) for name, value in values.items()}
-        for index, values in state["state"].items()
-    }
-    had = [group.keys() for group in groups]
-    before = optimizer.state_dict() if is_created(optimizer) else {}
-    load = partial(load_keeping_types, optimizer) if is_created(optimizer) else optimizer.load_state_dict
-    load({**state, "state": sharded})
-    # The optimizer's class fills in options that a newer torch has added.
-    now = getattr(optimizer, "param_groups", ())
-    lost = {key for keys, group in zip(had, now, strict=False) for key in keys - group.keys()}
-    if missing := sorted(lost & getattr(optimizer, "defaults", {}).keys()):
-        load_keeping_types(optimizer, before)
-        raise ValueError(f"it is of another class of optimizers, without {', '.join(missing)}")
-    if is_created(optimizer):
-        note_options(optimizer)
-
-
-def _check_shapes_in(state: StateDict, optimizer: Optimizer) -> None:
-    """Raise an error if a state is for parameters of other shapes, as torch notices only in the next step.
-
-    Only for torch's own algorithms: those of others, such as GaLore, may have smaller states on purpose.
-    """
-    saved = [len(group["params"]) for group in state.get("param_groups", ())]
-    if saved != [len(group["params"]) for group in optimizer.param_groups]:
-        return  # the optimizer refuses it
-    kinds = zip(saved, step_modules(optimizer), strict=True)
-    is_of_torch = [module.startswith("torch.optim.") for count, module in kinds for _ in range(count)]
-    names = [name for group in optimizer.param_groups for name in group.get("param_names", [""] * len(group["params"]))]
-    for number, parameter in enumerate(optimized_parameters(optimizer)):
-        for key in _SHAPED_LIKE_PARAMETERS & state["state"].get(number, {}).keys() if is_of_torch[number] else ():
-            value = state["state"][number][key]
-            if isinstance(value, torch.Tensor) and not is_lazy(parameter) and value.shape != parameter.shape:
-                raise ValueError(
-                    f"{key!r} of parameter {number} {f'({names[number]}) ' if names[number] else ''}has the shape "
-                    f"{tuple(value.shape)} there, but the parameter has {tuple(parameter.shape)} here"
-                )
+    return checkpoint_of(tied | weights, metadata)
 
 
 def sharded_like(like: torch.Tensor | None, value: Tree) -> Tree:

@@ -14,10 +14,11 @@ from torch import nn
 
 from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.modules.unwrapping import without_compile
 from pytorch_accel_lite.base.random_generators.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.random_generators.seeding import derive_seed, seed_generators
 from pytorch_accel_lite.base.types import HasStateDict, Keys, StateDict, Tree
-from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
+from pytorch_accel_lite.checkpoint.disk.checkpoint_files import LEFT_OUT
 from pytorch_accel_lite.checkpoint.disk.extracted_tensors import extract_tensors
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import fits_safetensors, untie
 from pytorch_accel_lite.checkpoint.disk.shards import is_sharded_tensor, local_parts
@@ -40,7 +41,7 @@ from pytorch_accel_lite.checkpoint.models.trainability import (
     lacks_groups,
     restore_trainability,
 )
-from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, full_state_dict, model_state, without_compile
+from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, full_state_dict, model_state
 from pytorch_accel_lite.checkpoint.states.machine_facts import machine_facts
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
 from pytorch_accel_lite.checkpoint.states.state_files import (
@@ -89,9 +90,9 @@ def capture(
     model = trainer.get_model(keep_torch_compile=False)
     weights = without_compile(model.state_dict()) if sharded else model_state(model, is_first)
     if is_first or sharded:
-        frozen_left_out = leave_out_frozen(model, weights, created, only_quantised=created is None)
-        if frozen_left_out or created is not None:
-            shared |= {FROZEN: frozen_left_out, "base": base_of(model)}
+        left_out = leave_out_frozen(model, weights, created, only_quantised=created is None)
+        if left_out or created is not None:
+            shared |= {LEFT_OUT: left_out, "base": base_of(model)}
     shards = {f"{SHARD_OF_MODEL}{name}": value for name, value in weights.items() if is_sharded_tensor(value)}
     full = {name: value for name, value in weights.items() if not is_sharded_tensor(value)}
     tensors = {name: value for name, value in full.items() if fits_safetensors(value)}
@@ -153,7 +154,7 @@ def _add_entries(shared: StateDict, part: Step | Division, entries: StateDict) -
     Raises:
         ValueError: if they would; names them
     """
-    if taken := sorted(entries.keys() & {*shared, FROZEN, "base", "history"}):
+    if taken := sorted(entries.keys() & {*shared, LEFT_OUT, "base", "history"}):
         raise ValueError(
             f"The state of {type(part).__name__} has {listed([repr(name) for name in taken])}, which training states "
             "have already. Return it under another name."
@@ -211,9 +212,9 @@ def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None
                 )
 
 
-def _check_frozen_left_out(model: nn.Module, state: TrainingState, frozen_left_out: Mapping[str, int | None]) -> None:
+def _check_left_out(model: nn.Module, state: TrainingState, left_out: Mapping[str, int | None]) -> None:
     """Raise an error if the model's frozen weights are not those that the state has left out."""
-    if frozen_left_out and (others := describe_other_weights(model, frozen_left_out, state.directory)):
+    if left_out and (others := describe_other_weights(model, left_out, state.directory)):
         before, now = state.shared.get("base", ""), base_of(model)
         base = f" The state began with {before!r}, this model with {now!r}." if before != now else ""
         raise ValueError(
@@ -280,9 +281,9 @@ def restore_before_start(trainer: TrainerLike, state: TrainingState, with_schedu
 
     read_tensors(state, find_like)
     shared = state.shared
-    frozen_left_out = shared.get(FROZEN, {})
-    weights = fit_model_state(model, read_weights(state, current), state.directory, frozen_left_out=frozen_left_out)
-    _check_frozen_left_out(model, state, frozen_left_out)
+    left_out = shared.get(LEFT_OUT, {})
+    weights = fit_model_state(model, read_weights(state, current), state.directory, left_out=left_out)
+    _check_left_out(model, state, left_out)
     loads_of_attributes = fit_trained_object_states(trainer, shared.get("attributes", {}), state.directory)
     with undone_on_error(trainer, optimizers=True, schedulers=with_scheduler):
         for name, owner in _updated_objects(trainer).items():
@@ -293,7 +294,7 @@ def restore_before_start(trainer: TrainerLike, state: TrainingState, with_schedu
                 load_state(name, owner, shared[name], state.directory)
         for load in loads_of_attributes:
             load()
-    model.load_state_dict(weights, strict=not frozen_left_out)
+    model.load_state_dict(weights, strict=not left_out)
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
     _restore_user_attributes(trainer, state, is_final=False)
     trainer.progress.load_state_dict(state.metadata["progress"])
@@ -315,17 +316,17 @@ def restore_again(trainer: TrainerLike, state: TrainingState, options: Options) 
     Args:
         options: the options of the optimizer's groups, such as rates, which hold
     """
-    shared, frozen_left_out = state.shared, state.shared.get(FROZEN, {})
+    shared, left_out = state.shared, state.shared.get(LEFT_OUT, {})
     model = trainer.get_model(keep_torch_compile=False)
     current: dict[str, torch.Tensor] = model.state_dict()
     read = read_weights(state, without_compile(current))
-    weights = fit_model_state(model, read, state.directory, frozen_left_out=frozen_left_out)
+    weights = fit_model_state(model, read, state.directory, left_out=left_out)
     comparable = {name for name, value in weights.items() if _is_plain(value) and _is_plain(current[name])}
     changed = [
         name for name in sorted(comparable) if not torch.equal(weights[name].to(current[name].device), current[name])
     ]
     if changed or len(comparable) < len(weights):
-        model.load_state_dict(weights, strict=not frozen_left_out)
+        model.load_state_dict(weights, strict=not left_out)
     if changed:
         trainer.print(
             f"The starting events have changed {listed(changed, 3)}. The run resumes with the weights of the state."

@@ -25,7 +25,7 @@ from pytorch_accel_lite.base.display.reprs import short_repr
 from pytorch_accel_lite.base.types import JsonObject, Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.disk.atomic_files import check_fences, hidden_name, naming_file, remove, sync
 from pytorch_accel_lite.checkpoint.disk.background_writer import HostMemory
-from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
+from pytorch_accel_lite.checkpoint.disk.checkpoint_files import LEFT_OUT
 from pytorch_accel_lite.checkpoint.disk.checksums import CHECKSUM, hash_files
 from pytorch_accel_lite.checkpoint.disk.extracted_tensors import restore_tensors
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors, write_tensors
@@ -264,7 +264,7 @@ def read_learned(directory: StrPath) -> StateDict:
         "model_state_dict": weights,
         "loss_func_state_dict": state.shared.get("loss_func", {}),
         "attribute_state_dicts": state.shared.get("attributes", {}),
-        FROZEN: state.shared.get(FROZEN, {}),
+        LEFT_OUT: state.shared.get(LEFT_OUT, {}),
     }
 
 

@@ -31,8 +31,8 @@ from pytorch_accel_lite.extension_tools.data_and_batches import (
 )
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import all_optimized_parameters, other_modules
 from pytorch_accel_lite.extension_tools.runs_and_steps import replaced
+from pytorch_accel_lite.extensions.schedule_preview import schedule_values
 from pytorch_accel_lite.extensions.trials import Trial, UserCallbacks
-from pytorch_accel_lite.schedulers import schedule_values
 
 #: Functions of torch that compare outputs, their first argument, with targets, their second.
 LOSSES_OF_ELEMENTS = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"}

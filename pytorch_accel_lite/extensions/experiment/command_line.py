@@ -14,7 +14,7 @@ from typing import Any
 
 from pytorch_accel_lite import __version__
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
-from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents
+from pytorch_accel_lite.checkpoint import DamagedStateError
 from pytorch_accel_lite.extensions.experiment.chosen_weights import find_weights, load_weights, predictions_of
 from pytorch_accel_lite.extensions.experiment.experiment import Experiment, create_parser
 from pytorch_accel_lite.extensions.experiment.results import write_json, write_predictions
@@ -24,6 +24,7 @@ from pytorch_accel_lite.extensions.experiment.seed_comparison import compare_see
 from pytorch_accel_lite.extensions.experiment.shell_completion import PROGRAM, SHELLS, completion_script
 from pytorch_accel_lite.extensions.experiment.testing import run_tests
 from pytorch_accel_lite.extensions.experiment.yaml_files import ExperimentError, was_raised_by_us
+from pytorch_accel_lite.extensions.printed_states import print_contents
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import as_json, format_metric, record_error, suggest
 

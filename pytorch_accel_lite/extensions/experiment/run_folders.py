@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -151,7 +152,7 @@ def _run_in(folder: Path) -> RecordedRun | None:
     rows: list[Row] = []
     for path in (folder / "metrics.jsonl", folder / "metrics.csv"):
         rows = rows or (_read_rows(path) if path.is_file() else [])
-    rows = rows or [_as_numbers(row) for row in record.get("metrics") or []]
+    rows = rows or _with_epochs(folder, [_as_numbers(row) for row in record.get("metrics") or []])
     if not rows:
         return None
     experiment = _parsed(folder / RESOLVED, yaml.safe_load, "YAML")
@@ -166,17 +167,34 @@ def _run_in(folder: Path) -> RecordedRun | None:
 
 
 def _read_rows(path: Path) -> list[Row]:
-    lines = path.read_text().splitlines()
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text: {error}. Restore it from a copy, or remove it.") from error
     if path.suffix == ".csv":
-        cells = ({from_cell(name): from_cell(text) for name, text in row.items()} for row in csv.DictReader(lines))
-        return [_as_numbers(row) for row in cells]
+        table = csv.DictReader(lines, restkey="")
+        cells = ({from_cell(name): from_cell(text) for name, text in row.items() if name} for row in table)
+        return _with_epochs(path, [_as_numbers(row) for row in cells])
     rows = []
     for number, line in enumerate(lines, 1):
         try:
             rows.append(_as_numbers(json.loads(line)))
         except (ValueError, AttributeError) as error:
             raise ValueError(f"{path}, line {number} is no row of metrics in JSON: {error}.") from error
-    return [row for row in rows if "epoch" in row]
+    return _with_epochs(path, rows)
+
+
+def _with_epochs(path: Path, rows: list[Row]) -> list[Row]:
+    """Return the rows that have the number of an epoch.
+
+    Raises:
+        ValueError: if that of a row is no number; names the file
+    """
+    rows = [row for row in rows if "epoch" in row]
+    for row in rows:
+        if not isinstance(row["epoch"], float) or not math.isfinite(row["epoch"]):
+            raise ValueError(f"{path} is damaged, or has no metrics: the epoch of a row is {row['epoch']!r}.")
+    return rows
 
 
 def _as_numbers(row: Mapping[str, Any]) -> Row:

@@ -24,7 +24,7 @@ from pytorch_accel_lite.extension_tools.arguments_and_errors import (
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import ExpectedMetrics, MetricWatcher, set_listening
 from pytorch_accel_lite.extension_tools.modules_and_devices import are_sharded, quantised_entries
 from pytorch_accel_lite.extension_tools.plain_types import StateDict
-from pytorch_accel_lite.extension_tools.states_and_files import FROZEN, leave_out_frozen, sharded_like
+from pytorch_accel_lite.extension_tools.states_and_files import LEFT_OUT, leave_out_frozen, sharded_like
 from pytorch_accel_lite.extensions.model_ema.moving_averages import ModelEma, ShardedEma
 
 
@@ -208,9 +208,9 @@ class ModelEmaCallback(MetricWatcher):
         module = self._average.module
         trainer.sync_buffers(module)
         weights = trainer.ranks.repeatable(lambda: model_state(module))
-        frozen_left_out = leave_out_frozen(module, weights, only_quantised=True)
+        left_out = leave_out_frozen(module, weights, only_quantised=True)
         checkpoint = {"model_state_dict": weights, "epoch": trainer.progress.epoch, **metrics}
-        checkpoint |= {FROZEN: frozen_left_out} if frozen_left_out else {}
+        checkpoint |= {LEFT_OUT: left_out} if left_out else {}
         writes = partial(getattr, trainer.accelerator, "is_local_main_process")  # read when saving, as it may change
         trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, path) if writes() else None)
 

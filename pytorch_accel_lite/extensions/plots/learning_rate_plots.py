@@ -16,7 +16,8 @@ from pytorch_accel_lite.extensions.plots.figure_style import (
     new_figure,
     save,
 )
-from pytorch_accel_lite.schedulers import ScheduleName, schedule_values
+from pytorch_accel_lite.extensions.schedule_preview import schedule_values
+from pytorch_accel_lite.schedulers import ScheduleName
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

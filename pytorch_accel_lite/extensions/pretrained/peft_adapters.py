@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from pytorch_accel_lite.extending import ADAPTERS, ModelForm, TrainerLike, WriteModel, verify_tensors
 from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
 from pytorch_accel_lite.extension_tools.plain_types import StateDict
-from pytorch_accel_lite.extension_tools.states_and_files import FROZEN, is_of_peft, without_compile
+from pytorch_accel_lite.extension_tools.states_and_files import LEFT_OUT, is_of_peft, without_compile
 from pytorch_accel_lite.extension_tools.texts_and_pages import listed
 from pytorch_accel_lite.extensions.pretrained.preprocessors import save_preprocessors
 
@@ -61,7 +61,7 @@ class PeftForm(ModelForm):
             verify_tensors(directory / file)
             for name, value in safetensors.torch.load_file(directory / file).items():
                 weights[names.get((file, name), name)] = value
-        return {"model_state_dict": weights, FROZEN: dict.fromkeys(sorted({*own.values()} - {*names.values()}))}
+        return {"model_state_dict": weights, LEFT_OUT: dict.fromkeys(sorted({*own.values()} - {*names.values()}))}
 
     def clear(self, directory: Path, model: nn.Module) -> None:
         """Remove adapters, which ``read`` would prefer."""

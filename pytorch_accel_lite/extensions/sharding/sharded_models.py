@@ -1,4 +1,7 @@
-"""What runs of sharded models do differently: they shard the model or check it, and divide the data by its meshes."""
+"""What runs of sharded models do differently: they shard the model or check it, and divide the data by its meshes.
+
+Weights are gathered for saving by ``full_state_dict`` of ``checkpoint/models/weights.py``.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from pytorch_accel_lite.base.arguments.argument_checks import (
 from pytorch_accel_lite.base.display.reprs import short_repr
 from pytorch_accel_lite.base.modules.sharded_weights import tensor_parallel_size
 from pytorch_accel_lite.base.names.unknown_names import did_you_mean
-from pytorch_accel_lite.distributed.process_decorators import current_process
+from pytorch_accel_lite.distributed.accelerator import current_process
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.run.intervals import parse_interval
 from pytorch_accel_lite.run.metrics.history import RunHistory

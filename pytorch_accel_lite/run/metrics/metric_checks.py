@@ -11,7 +11,7 @@ from pytorch_accel_lite.base.display.reprs import short_repr
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.names.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import is_from_this_package
-from pytorch_accel_lite.data.batch_adapter import LossFunction, is_of_torch
+from pytorch_accel_lite.data.loss_functions import LossFunction, is_of_torch
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.metrics.history import RunHistory
 

@@ -120,7 +120,10 @@ class WatchedMetric:
         return is_intermediate or (bool(trainer.eval_dataloaders) and not trainer.current_run.evaluation_is_due)
 
     def is_better(self, value: float, best: float | None) -> bool:
-        """Whether a value is better than the best so far; ``None`` before the first value. NaN is never better."""
+        """Whether a value is better than the best so far; ``None`` before the first value. NaN is never better.
+
+        A first value may be infinite, although it is no ``improvement()``: any model is better than none.
+        """
         if math.isnan(value) or best is None:
             return not math.isnan(value)
         return value > best if self.greater_is_better else value < best

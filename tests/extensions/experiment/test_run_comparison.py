@@ -253,6 +253,14 @@ def test_classes_and_files_are_shown_by_name(tmp_path):
         (lambda folder: (folder / "metrics.jsonl").touch(), ValueError, "No runs found in "),
         (lambda folder: folder.rmdir(), FileNotFoundError, "There is no '.*run'"),
         (lambda folder: (folder / "metrics.jsonl").write_text("{}\n{"), ValueError, "metrics.jsonl, line 2 is no row"),
+        (
+            lambda folder: (folder / "metrics.jsonl").write_text('{"epoch": NaN}'),
+            ValueError,
+            "metrics.jsonl is damaged",
+        ),
+        (lambda folder: (folder / "metrics.jsonl").write_bytes(b"\xff"), ValueError, "metrics.jsonl is not a text"),
+        (lambda folder: (folder / "metrics.csv").write_text("a,b\n1,2,3"), ValueError, "No runs found in "),
+        (lambda folder: (folder / "metrics.csv").write_text("epoch\nx"), ValueError, "the epoch of a row is 'x'"),
         (lambda folder: (folder / "run.json").write_text("{"), ValueError, "run.json is not JSON"),
     ],
 )

@@ -32,7 +32,6 @@ from pytorch_accel_lite import (
 )
 from pytorch_accel_lite import data as sources
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, StepBasedEvaluationCallback, TerminateOnNaNCallback
-from pytorch_accel_lite.checkpoint import print_contents
 from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.extension_tools.data_and_batches import share_bounds
 from pytorch_accel_lite.extensions.logical import LogicalStep
@@ -575,8 +574,10 @@ def test_resuming_with_other_logical_processes_loses_no_sample(uninterrupted, ca
         assert found["progress"]["samples"] == whole["progress"]["samples"]
 
 
-@pytest.mark.extension("model_ema", "monitoring")
+@pytest.mark.extension("printed_states", "model_ema", "monitoring")
 def test_a_state_records_its_environment(uninterrupted, capsys):
+    from pytorch_accel_lite.checkpoint import print_contents
+
     _, states = uninterrupted
     print_contents(states[0])
     shown = capsys.readouterr().out

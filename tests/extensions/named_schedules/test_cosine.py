@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytorch_accel_lite.schedulers import CosineLrScheduler, schedule_values
+from pytorch_accel_lite.schedulers import CosineLrScheduler
 from tests import ancestor
 from tests.launching import run_code
 from tests.schedulers.test_schedulers import make_optimizer, rates, run
@@ -270,7 +270,10 @@ def test_schedules_refuse_bad_rates_and_lengths(create, kwargs, error, message):
         create(make_optimizer(), **kwargs)
 
 
+@pytest.mark.extension("schedule_preview")
 def test_a_preview_has_the_rates_of_a_run_of_the_same_length():
+    from pytorch_accel_lite.schedulers import schedule_values
+
     ours = CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=1, warmup_starting_lr=0.01)
     (values,) = schedule_values(ours, 10, 0.1, num_epochs=5)
     assert max(values) == pytest.approx(0.1)

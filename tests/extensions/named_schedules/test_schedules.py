@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from pytorch_accel_lite.schedulers import CosineLrScheduler, ScheduleName, WSDLrScheduler, schedule_values
+from pytorch_accel_lite.schedulers import CosineLrScheduler, ScheduleName, WSDLrScheduler
 from pytorch_accel_lite.schedulers.wsd_scheduler import DECAYS, estimate_checkpoint_steps
 from tests.extensions.named_schedules import test_cosine as of_cosine
 from tests.extensions.named_schedules.test_cosine import COSINE, WSD_CASES, rates_of_layers
@@ -175,8 +175,11 @@ def test_a_second_run_with_the_optimizer_begins_at_its_rates():
     assert trainer.scheduler.base_lr_values == [0.1]
 
 
+@pytest.mark.extension("schedule_preview")
 @pytest.mark.parametrize("warmup", [0, 3, 0.25])
 def test_schedules_by_name_are_as_long_as_the_run(warmup):
+    from pytorch_accel_lite.schedulers import schedule_values
+
     found = {}
     for name in get_args(ScheduleName):
         trainer = run(name, epochs=None, max_num_train_steps=12, warmup_steps=warmup)
@@ -244,6 +247,7 @@ def test_several_optimizers_may_have_schedules_by_name():
     assert isinstance(trainer.scheduler["b"], StepLR)
 
 
+@pytest.mark.extension("elastic_schedules")
 def test_a_named_schedule_resumes_with_another_batch_size(tmp_path):
     kwargs = {"warmup_steps": 0.25, "train_dataset": make_data(12)}
     whole = run("cosine", SaveTrainingStateCallback(tmp_path, save_every_n_epochs=2), **kwargs)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents
+from pytorch_accel_lite.checkpoint import DamagedStateError
 from tests.faulty_store import FaultyStore
 from tests.launching import CAN_SHARD, PATIENCE, SOAK, Fork, run_code
 from tests.ranks import rank
@@ -137,7 +137,10 @@ def test_each_damaged_file_of_a_sharded_state_is_named(folder, two_ranks):
             assert_same(again, whole)
 
 
+@pytest.mark.extension("printed_states")
 def test_states_at_urls_can_be_loaded_and_inspected(folder, capsys):
+    from pytorch_accel_lite.checkpoint import print_contents
+
     before = saving(folder).get_model().state_dict()
     trainer = make_trainer(callbacks=[SaveTrainingStateCallback()])
     trainer.load_training_state(f"{url_of(folder)}/update-000000003")

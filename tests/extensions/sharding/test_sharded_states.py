@@ -21,7 +21,7 @@ from torch.distributed import barrier
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, verify_state
+from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.disk.shards import find_tensors
 from tests.launching import CAN_SHARD, SOAK, die_at_file_operation, in_forks, some_of
 from tests.ranks import world_size
@@ -140,7 +140,10 @@ def resume_latest(folder: Path) -> None:
     fit(sharded_trainer("fsdp", callbacks), "fsdp", update=12, resume_from="latest")
 
 
+@pytest.mark.extension("printed_states")
 def test_shards_are_inspected_and_damage_is_named(tmp_path, job, capsys):
+    from pytorch_accel_lite.checkpoint import print_contents
+
     job(2).run(saved, "fsdp", tmp_path, sharded=True)
     states = sorted((tmp_path / "fsdp").glob("update-*"))
     print_contents(states[-1])

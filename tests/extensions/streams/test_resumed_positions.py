@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import LimitBatchesCallback
 from pytorch_accel_lite.data import shard
 from tests.loaders import rank_of
 from tests.ranks import OrderedStream, Recorder, shared_folder
@@ -169,6 +168,8 @@ def test_resuming_an_unsuitable_stream_is_explained(tmp_path):
 
 def resumed_streams() -> Any:
     """Streams go on with other batch sizes, own batches after as many as there were; both may have too few."""
+    from pytorch_accel_lite.callbacks import LimitBatchesCallback
+
     results = {}
 
     def run(name, data, batch_size, callbacks=(), trainer_class=Trainer, **kwargs):
@@ -201,6 +202,7 @@ def resumed_streams() -> Any:
     return results
 
 
+@pytest.mark.extension("pytorch_accelerated")
 @pytest.mark.thorough
 @pytest.mark.processes
 def test_streams_and_own_batches_continue_on_several_processes(ranks):

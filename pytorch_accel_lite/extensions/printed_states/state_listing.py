@@ -1,4 +1,4 @@
-"""Printing the contents of training states, as the command ``inspect`` does."""
+"""The contents of a training state as text, and the training states in a folder."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from pathlib import Path
 
 import torch
 
-from pytorch_accel_lite.base.arguments.paths import StrPath, parse_location
-from pytorch_accel_lite.base.display.formatting import format_metric
-from pytorch_accel_lite.base.types import JsonObject
-from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
-from pytorch_accel_lite.checkpoint.states.manifest import (
+from pytorch_accel_lite.extension_tools.arguments_and_errors import parse_location
+from pytorch_accel_lite.extension_tools.plain_types import JsonObject, StrPath
+from pytorch_accel_lite.extension_tools.states_and_files import (
+    DIVISIONS,
+    LEFT_OUT,
     MANIFEST,
+    MODEL,
     DamagedStateError,
+    local_copy,
+    open_state,
     read_manifest,
+    read_weights,
     stored_checksum,
     verify_state,
 )
-from pytorch_accel_lite.checkpoint.states.state_files import MODEL, open_state, read_weights
-from pytorch_accel_lite.checkpoint.stores_by_url import local_copy
-from pytorch_accel_lite.run.step_division import DIVISIONS
+from pytorch_accel_lite.extension_tools.texts_and_pages import format_metric
 
 
 def _states_in(folder: Path) -> list[str]:
@@ -70,8 +72,8 @@ def print_contents(state: StrPath) -> None:
     print(f"weights: {len(weights)} tensors, {count:,} numbers, checksum {checksum}")
     if in_shards := [name for name in manifest["files"] if name.startswith("shards")]:
         print(f"in shards: tensors of the weights, the optimizer and the callbacks, in {len(in_shards)} files")
-    if frozen_left_out := shared.get(FROZEN):
-        print(f"left out: {len(frozen_left_out)} frozen tensors, which the resumed program must create itself")
+    if left_out := shared.get(LEFT_OUT):
+        print(f"left out: {len(left_out)} frozen tensors, which the resumed program must create itself")
     print("also: " + ", ".join(name for name in ("optimizer", "scheduler", "scaler") if shared[name] is not None))
     for title in ("attributes", "callbacks", "objects", "extra"):
         if shared.get(title):

@@ -1,4 +1,4 @@
-"""The learning rate schedule of a resumed run whose epochs now have another number of updates."""
+"""Advancing a schedule that is created again to the completed fraction of the run."""
 
 from __future__ import annotations
 
@@ -6,32 +6,11 @@ import math
 import warnings
 from itertools import pairwise
 
-from pytorch_accel_lite.loop.scheduler_creation import create_from_options
-from pytorch_accel_lite.optimizers.param_group_options import Rate, initial_options, learning_rates
-from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.training_state import TrainingState
+from pytorch_accel_lite.extending import Run, TrainerLike, TrainingState
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import Rate, initial_options, learning_rates
+from pytorch_accel_lite.extension_tools.runs_and_steps import create_from_options
 
 _PLACEHOLDERS = "TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH or MAX_NUM_TRAIN_STEPS"
-
-
-def must_recreate_schedule(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
-    """Whether a state's schedule counts updates while the number of updates per epoch has changed.
-
-    A run that is limited by updates keeps its schedule, because its length is unchanged.
-    """
-    before = state.metadata["run_config"].get("num_update_steps_per_epoch")
-    now = run.required_config.num_update_steps_per_epoch
-    counts_updates = run.request.scheduler_interval == "update" and not getattr(trainer.scheduler, "t_in_epochs", False)
-    has_both = trainer.scheduler is not None and state.shared["scheduler"] is not None
-    is_of_epochs = run.request.max_num_train_steps is None and None not in (before, now)
-    recreates = has_both and counts_updates and is_of_epochs and before != now
-    if recreates and run.accumulation.changes:
-        raise ValueError(
-            f"gradient_accumulation_steps={run.request.gradient_accumulation_steps!r} changes during the run, which is "
-            f"resumed with {now} updates in the first epoch instead of {before}, so where its schedule is to continue "
-            "is ambiguous. Resume it with the number of processes and the batch size that it had."
-        )
-    return recreates
 
 
 def resume_schedule(trainer: TrainerLike, run: Run, state: TrainingState) -> None:

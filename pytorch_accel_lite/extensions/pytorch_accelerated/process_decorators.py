@@ -6,18 +6,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
-
-from pytorch_accel_lite.base.machine.devices import launched_on_cpus
+from pytorch_accel_lite.extension_tools.processes import current_process
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def current_process() -> PartialState:
-    """Return the state of this process, consistent with an ``Accelerator`` that may be created later."""
-    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or launched_on_cpus())
 
 
 def _only_where(attribute: str, func: Callable[P, R]) -> Callable[P, R | None]:

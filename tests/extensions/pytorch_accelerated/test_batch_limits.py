@@ -132,3 +132,10 @@ def test_a_time_limit_of_none_is_no_limit(value, monkeypatch):
         float64_data(40), 1, float64_data(30), per_device_batch_size=4
     )
     assert lengths.lengths == (10, 8)
+
+
+def test_a_limit_is_at_least_one():
+    with pytest.raises(ValueError, match="num_batches=0 must be at least 1"):
+        LimitBatchesCallback(0)
+    with pytest.raises(ValueError, match="num_eval_steps=-1 must be at least 1"):
+        LimitEvalStepsCallback(-1)

@@ -1,4 +1,4 @@
-"""Names that programs for pytorch-accelerated import, and that this package itself does not use."""
+"""Names that programs for pytorch-accelerated import: an error, a function for workers, and a slice of a loader."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from itertools import islice
 
 import torch
 
-from pytorch_accel_lite.base.arguments.argument_checks import check_positive_int
-from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.plain_types import Tree
 
 
 class CallbackMethodNotImplementedError(Exception):

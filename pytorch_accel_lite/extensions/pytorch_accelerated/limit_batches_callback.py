@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 
-from pytorch_accel_lite.base.arguments.argument_checks import check_positive_int
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.request_and_config import RunRequest
-from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
 
 #: The environment variable that limits every trainer.
 LIMIT_BATCHES_ENV_VAR = "PT_ACC_LIMIT_BATCHES"

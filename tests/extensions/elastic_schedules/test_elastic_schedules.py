@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues, TrainerWithTimmScheduler, schedulers
-from pytorch_accel_lite.callbacks import LimitBatchesCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.schedulers import StatefulSchedulerBase
 from tests.launching import SOAK, some_of
 from tests.ranks import world_size
@@ -235,8 +235,11 @@ def test_a_resumed_run_prints_how_its_schedule_continues(tmp_path, capsys):
     assert f"{said} to update 34 of 120." in capsys.readouterr().out
 
 
+@pytest.mark.extension("pytorch_accelerated")
 @pytest.mark.parametrize("samples", [SAMPLES, 500])
 def test_a_schedule_continues_within_limited_epochs(tmp_path, capsys, samples):
+    from pytorch_accel_lite.callbacks import LimitBatchesCallback
+
     limited = {"limit": LimitBatchesCallback(8), "samples": samples}
     first = trained_with(TORCH["cosine"], 2, 1, tmp_path / "first", save_every=6, **limited)
     assert first.per_epoch == 8

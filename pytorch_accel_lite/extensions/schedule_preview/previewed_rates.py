@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.arguments.argument_checks import check_function, check_positive_int
-from pytorch_accel_lite.optimizers.optimizer_types import CreateScheduler
-from pytorch_accel_lite.schedulers.placeholders import replace_trainer_placeholder_values
-from pytorch_accel_lite.schedulers.schedule_arguments import ScheduleName, resolve_names
-from pytorch_accel_lite.schedulers.scheduler_base import SchedulerBase
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_function, check_positive_int
+from pytorch_accel_lite.extension_tools.schedules import CreateScheduler, ScheduleName, SchedulerBase, resolve_names
+from pytorch_accel_lite.placeholders import replace_trainer_placeholder_values
 
 
 def _groups_of(lr: Any) -> Iterable[Any]:
