@@ -177,6 +177,9 @@ def test_values_that_cannot_be_stored_are_named(tmp_path):
         def state_dict(self):
             return {"nested": [1, {"path": tmp_path}]}
 
+        def load_state_dict(self, state):
+            pass
+
     with pytest.raises(TypeError, match=r"state\['callbacks'\]\['Keeps'\]\['nested'\]\[1\]\['path'\] is \w*PosixPath"):
         run(tmp_path, extra=(Keeps(),))
     assert not list(tmp_path.glob("states/*update*"))
