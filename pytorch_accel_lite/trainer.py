@@ -101,7 +101,7 @@ from pytorch_accel_lite.run.run import CompiledForwardLike, Run, Step
 from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.scheduler_stepping import step_after_epoch, step_timms_after_epoch
 from pytorch_accel_lite.run.step_division import create_division
-from pytorch_accel_lite.run.trainer_parts.accelerated_model import PreparedModel
+from pytorch_accel_lite.run.trainer_parts.prepared_model import PreparedModel
 from pytorch_accel_lite.schedulers.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,

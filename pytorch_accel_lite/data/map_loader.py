@@ -266,7 +266,7 @@ class MapLoader(ShardedLoader):
             )
         self._memory = self._find_memory()
         rows = None if self._memory is None else len(source.dataset)  # type: ignore[arg-type]
-        self._shares = _EpochShares(source, ranks, options, rows)
+        self._epoch_shares = _EpochShares(source, ranks, options, rows)
         self._idle: _Idle | None = None  # kept with its workers for the next iteration
         self._collate: CollateFunction = source.collate_fn
         if self._memory is not None or options.seed is None:
@@ -292,7 +292,7 @@ class MapLoader(ShardedLoader):
                 set_epoch(self.options.reported_epoch(epoch))
         if self._memory is not None:  # its tensors may have been replaced
             self._memory = self._find_memory()
-            self._shares.rows = len(dataset)
+            self._epoch_shares.rows = len(dataset)
         elif isinstance(self._reader, SeededReader):
             self._reader.forget_generators()
 
@@ -300,7 +300,7 @@ class MapLoader(ShardedLoader):
         source = self.source
         return DataLoader(
             self._reader,
-            batch_sampler=self._shares,
+            batch_sampler=self._epoch_shares,
             collate_fn=self._collate,
             generator=generator_of_loader(self.options.seed, source.generator),
             num_workers=source.num_workers,
@@ -314,7 +314,7 @@ class MapLoader(ShardedLoader):
 
     def _read_steps(self, epoch: int, start: int) -> Iterator[Batch]:
         self._begin_epoch(epoch)
-        planned = self._shares.begin(epoch, start, self._left, self._min_share)
+        planned = self._epoch_shares.begin(epoch, start, self._left, self._min_share)
         for batch in self._read():
             seed, count, total, is_last, indices, share = planned.popleft()
             if seed is not None:
@@ -340,7 +340,7 @@ class MapLoader(ShardedLoader):
         read, collate = self._reader.__getitems__, self._collate
         is_collated = collate is as_collated  # saves a call in each step
         pins = self._pins
-        for indices in self._shares:
+        for indices in self._epoch_shares:
             try:
                 batch = read(indices) if is_collated else collate(read(indices))
                 batch = pin_memory(batch) if pins else batch  # type: ignore[no-untyped-call]
@@ -391,46 +391,46 @@ class MapLoader(ShardedLoader):
     def _read_memory(self, memory: InMemory) -> Iterator[BatchData]:
         pin = self._pins and self._device.type == "cuda" and memory.is_on(torch.device("cpu"))
         # Nothing in an epoch affects the orders of torch's samplers, so they may be drawn ahead.
-        has_fixed_order = type(self._shares.sampler) in _OF_TORCH
-        return read_rows(memory, self._shares, len(self.source.dataset), has_fixed_order, pin)
+        has_fixed_order = type(self._epoch_shares.sampler) in _OF_TORCH
+        return read_rows(memory, self._epoch_shares, len(self.source.dataset), has_fixed_order, pin)
 
     def stop_workers(self) -> None:
         super().stop_workers()
         self._idle = None
 
     def next_indices(self) -> list[Index] | None:
-        if not self._shares.planned:
+        if not self._epoch_shares.planned:
             return None
-        return list(self._shares.planned[0].indices)
+        return list(self._epoch_shares.planned[0].indices)
 
     def position(self) -> SourceState:
-        return {"order": self._shares.resumed_order_id or self._shares.order_id}
+        return {"order": self._epoch_shares.resumed_order_id or self._epoch_shares.order_id}
 
     def epoch_state(self) -> SourceState:
-        return self._shares.resumed_epoch_read or self._shares.epoch_read
+        return self._epoch_shares.resumed_epoch_read or self._epoch_shares.epoch_read
 
     def restore_epoch_state(self, read: SourceState) -> None:
-        self._shares.resumed_epoch_read = read or None
+        self._epoch_shares.resumed_epoch_read = read or None
 
     def move_to(self, position: SourceState) -> str:
-        self._shares.resumed_order_id = position.get("order") if isinstance(position, dict) else None
+        self._epoch_shares.resumed_order_id = position.get("order") if isinstance(position, dict) else None
         return ""
 
     @property
     def num_samples(self) -> int | None:
-        return None if self._shares.is_batched else find_length(self._shares.sampler)
+        return None if self._epoch_shares.is_batched else find_length(self._epoch_shares.sampler)
 
     def _steps_of_data_left(self, start: int) -> int | None:
         size = self.num_samples
         return None if size is None else self._count_steps(max(size - start, 0))
 
     def _num_steps(self) -> int:
-        return self._count_steps(len(self._shares.sampler))
+        return self._count_steps(len(self._epoch_shares.sampler))
 
     def _count_steps(self, size: int) -> int:
-        return count_global_batches(size, self._shares.per_step, self._shares.drop_last)
+        return count_global_batches(size, self._epoch_shares.per_step, self._epoch_shares.drop_last)
 
     def ends_in_one_sample(self, steps: float) -> bool:
         size = self.num_samples
-        has_single = size is not None and not self._shares.drop_last and size % self._shares.per_step == 1
+        has_single = size is not None and not self._epoch_shares.drop_last and size % self._epoch_shares.per_step == 1
         return has_single and min(self.limit or steps, steps) >= self._num_steps()

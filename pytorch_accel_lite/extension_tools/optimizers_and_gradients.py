@@ -27,7 +27,7 @@ from pytorch_accel_lite.optimizers.param_group_options import (
     scheduled_options,
     set_option,
 )
-from pytorch_accel_lite.run.accumulation import Count, as_weight
+from pytorch_accel_lite.run.accumulation import Count, WindowCounts, as_weight
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import (
     all_registered_objects,
@@ -43,7 +43,8 @@ from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import (
 from pytorch_accel_lite.steps.clipping import clip_after_norm, total_norm
 
 __all__ = [
-    "Count", "CreateScheduler", "Options", "ParamGroup", "Rate", "TrainerOptimizer", "all_optimized_parameters",
+    "Count", "CreateScheduler", "Options", "ParamGroup", "Rate", "TrainerOptimizer", "WindowCounts",
+    "all_optimized_parameters",
     "all_registered_objects", "as_weight", "average_gradients", "buffers_in", "clip_after_norm", "current_rates",
     "evaluating_optimizers", "format_rates", "group_names", "initial_options", "is_created", "layer_scales",
     "learning_rates", "needs_closure", "no_sync_within_window", "not_optimized", "optimized_parameters",

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pytorch_accel_lite.base.modules.sharded_weights import tensor_parallel_size
-from pytorch_accel_lite.loop.extra_passes import loss_of
+from pytorch_accel_lite.loop.ddp_warm_up import loss_of
 from pytorch_accel_lite.loop.fit import prepare_training
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset

@@ -147,9 +147,10 @@ def _set_seeds(trainer: TrainerLike, run: Run) -> None:
         seed_run(trainer.seed, alike=trainer.division.has_fixed_shares)
     state = run.resumed
     if state is not None:
-        run.data.seed = state.metadata["data_seed"]
         run.data.first_epoch = state.metadata.get("first_epoch", 1)
-    elif trainer.seed is None and (run.request.saves_training_states or run.data.ranks.replicas > 1):
+        if state.metadata["data_seed"] is not None:
+            run.data.seed = state.metadata["data_seed"]
+    if run.data.seed is None and (run.request.saves_training_states or run.data.ranks.replicas > 1):
         run.data.seed = run.ranks.result_of_first(lambda: int(torch.randint(2**62, ()).item()))
     if run.data.ranks.replicas > 1:  # processes that share a batch must draw the same dropout
         restore_generators(run.data.ranks.broadcast_to_sharers(capture_generators()))

@@ -121,7 +121,7 @@ def print_state_contents(trainer: TrainerLike, run: Run) -> None:
 
 
 def _is_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
-    """Return whether a resumed run has nothing left to do; if so, note a reason to stop it, and print why."""
+    """Return whether the saved run had been stopped, and still is, or had made all that is requested now."""
     about = state.metadata
     if about["stop_reason"] is not None and not about["interrupted"] and not _continues_after_stop(trainer, run, about):
         run.end.reason, run.end.stopped_by = about["stop_reason"], about.get("stopped_by")
@@ -140,7 +140,7 @@ def _continues_after_stop(trainer: TrainerLike, run: Run, about: JsonObject) -> 
     length = "num_epochs" if run.request.max_num_train_steps is None else "max_num_train_steps"
     before, now = about["run_config"].get(length), getattr(run.required_config, length)
     source = about.get("stopped_by")
-    if None not in (before, now) and now > before:
+    if isinstance(before, int) and now is not None and now > before:
         trainer.print(f"The run was stopped, but is trained further: {length} was {before} and is {now} now.")
         return True
     callbacks = [callback._as_created() for callback in trainer.callback_handler]  # noqa: SLF001

@@ -13,9 +13,9 @@ from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed.gradient_sync import no_sync_within_window, sync_ddp_buffers
+from pytorch_accel_lite.loop.ddp_warm_up import warm_up_ddp
 from pytorch_accel_lite.loop.due_evaluations import begin_evaluations, evaluate_if_due
 from pytorch_accel_lite.loop.evaluation import EvaluationKind, evaluate_all
-from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, steps_of_stream, warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.guards.modes import call_start_event, check_global_modes, restoring_mode_between_batches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -78,6 +78,15 @@ class Accumulation:
 Count: TypeAlias = int | float | torch.Tensor
 
 
+class WindowCounts(NamedTuple):
+    """What a window has counted so far, as described in ``GradientWindow``."""
+
+    has_gradients: bool
+    nominal_size: float
+    true_size: Count
+    items_per_batch: float | None
+
+
 class GradientWindow:
     """Weights the micro-batches of one update so that their gradients add up to those of the full window.
 
@@ -129,13 +138,13 @@ class GradientWindow:
         return not (self.has_gradients or self.is_in_step)
 
     @property
-    def counted(self) -> tuple[bool, float, Count, float | None]:
+    def counted(self) -> WindowCounts:
         """The counts of the window so far; set them to count a batch again."""
-        return self.has_gradients, self.nominal_size, self.true_size, self.items_per_batch
+        return WindowCounts(self.has_gradients, self.nominal_size, self.true_size, self.items_per_batch)
 
     @counted.setter
-    def counted(self, counted: tuple[bool, float, Count, float | None]) -> None:
-        self.has_gradients, self.nominal_size, self.true_size, self.items_per_batch = counted
+    def counted(self, counts: WindowCounts) -> None:
+        self.has_gradients, self.nominal_size, self.true_size, self.items_per_batch = counts
 
     def reset(self) -> None:
         """Begin a window without gradients."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol, runtime_checkable
 
 from pytorch_accel_lite.base.display.reprs import call_repr
+from pytorch_accel_lite.base.values.plain_values import to_number
 from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
 from pytorch_accel_lite.run.metrics.metric_checks import ExpectedMetrics
 from pytorch_accel_lite.run.training_state import TrainingState
@@ -203,5 +204,8 @@ class TrainerRunConfig:
         return tuple(item.name for item in fields(cls) if item.metadata.get("is_compared"))
 
     def to_dict(self) -> dict[str, object]:
-        """Return the settings as a dict. Objects among the dataloader arguments are shared, not copied."""
-        return {k: dict(v) if isinstance(v, dict) else v for k, v in vars(self).items()}
+        """Return the settings as a dict, with numbers of numpy as Python's own.
+
+        Objects among the dataloader arguments are shared, not copied.
+        """
+        return {k: dict(v) if isinstance(v, dict) else to_number(v) for k, v in vars(self).items()}

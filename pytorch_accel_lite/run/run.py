@@ -49,7 +49,7 @@ from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConf
 from pytorch_accel_lite.run.run_data import RunData
 from pytorch_accel_lite.run.skipped_batches import SkippedBatches
 from pytorch_accel_lite.run.step_division import Division
-from pytorch_accel_lite.run.trainer_parts.accelerated_model import PreparedModel
+from pytorch_accel_lite.run.trainer_parts.prepared_model import PreparedModel
 from pytorch_accel_lite.run.training_state import TrainingState
 
 T = TypeVar("T")
@@ -333,7 +333,7 @@ class Run:
         run = self.derive()
         run.data.train_loader = run.data.train_loader_kwargs = None
         run.control = StopCoordinator(self.ranks)
-        run.end.reason = None
+        run.end = RunEnd(has_reached_limit=run.end.has_reached_limit)
         run.ended_training_run = self.ended_training_run or self
         return run
 

@@ -1,4 +1,4 @@
-"""Public path of cosine annealing, as in pytorch-accelerated."""
+"""Path of cosine annealing, as in pytorch-accelerated: see ``extensions/named_schedules/cosine_annealing.py``."""
 
 from typing import TYPE_CHECKING
 

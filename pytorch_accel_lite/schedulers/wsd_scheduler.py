@@ -1,4 +1,4 @@
-"""Public path of warmup-stable-decay, as in pytorch-accelerated."""
+"""Path of warmup-stable-decay, as in pytorch-accelerated: see ``extensions/named_schedules/warmup_stable_decay.py``."""
 
 from typing import TYPE_CHECKING
 

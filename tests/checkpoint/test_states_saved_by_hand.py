@@ -177,3 +177,27 @@ def test_a_run_stopped_between_two_datasets_evaluates_once(update, tmp_path):
         resumed = run(resume_from=state)
         assert equal_weights(weights(resumed.model), weights(whole.model))
         assert all_of(resumed) == all_of(whole)
+
+
+@pytest.mark.filterwarnings("ignore:The training state holds nothing for the callback")
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_run_resumed_from_a_state_without_a_seed_saves_its_own(seed, tmp_path):
+    """Within epochs, too, as its ``SaveTrainingStateCallback`` asks for a seed, which the saved run did not need."""
+
+    def fit(name: str, own_seed: int | None, resume_from: Path | None = None) -> Trainer:
+        saving = SaveTrainingStateCallback(tmp_path / name, save_every_n_steps=1, max_checkpoints=None)
+        model = float64_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+        trainer = Trainer(model, nn.MSELoss(), optimizer, [saving], seed=own_seed)
+        trainer.train(DATA, 3, per_device_batch_size=4, resume_from=resume_from)
+        return trainer
+
+    model = float64_model()
+    first = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.05, 0.9), [])
+    first.train(DATA, 1, per_device_batch_size=4)
+    first.save_training_state(tmp_path / "by hand")
+    whole = fit("whole", seed, tmp_path / "by hand")
+    assert whole.run.data.seed is not None
+    assert seed in (None, whole.run.data.seed)
+    within_epoch = sorted((tmp_path / "whole").glob("update-*"))[1]
+    assert equal_weights(weights(fit("resumed", seed, within_epoch).model), weights(whole.model))

@@ -14,9 +14,9 @@ from accelerate import Accelerator
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
+from pytorch_accel_lite import StopTrainingError, Trainer, TrainerPlaceholderValues
 from tests.refusals import WHOLE, returning
-from tests.small_models import equal_weights, make_data, make_model, make_trainer, train, weights
+from tests.small_models import equal_weights, listener, make_data, make_model, make_trainer, raises, train, weights
 
 
 def instance_of_step_lr(trainer: Trainer) -> StepLR:
@@ -380,6 +380,13 @@ def test_numpy_integers_are_accepted():
     assert trainer.progress.update == 2
     assert "evaluation_loss" in trainer.evaluate(make_data(), np.int64(2))
     trainer.train(make_data(), 1, train_dataloader_kwargs={"batch_size": np.int64(4)})
+
+
+def test_a_run_stopped_after_numpy_integers_is_trained_further(tmp_path):
+    stopping = listener(on_train_epoch_end=raises(StopTrainingError("enough")))
+    train(make_trainer([stopping], seed=0), np.int64(2)).save_training_state(tmp_path)
+    for epochs, updates in ((4, 12), (np.int64(5), 15)):
+        assert train(make_trainer(seed=0), epochs, resume_from=tmp_path).progress.update == updates
 
 
 def test_a_class_assigned_to_a_trainer_is_refused():

@@ -1,4 +1,4 @@
-"""Writing files so that they are complete and on the disk, or not there at all."""
+"""Writing files so that they are complete and on the disk, or not there at all; whole states: ``state_files.py``."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from pytorch_accel_lite.extending import (
 from pytorch_accel_lite.extension_tools.data_and_batches import infer_batch_size
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Failure
 from pytorch_accel_lite.extension_tools.modules_and_devices import is_out_of_memory
-from pytorch_accel_lite.extension_tools.optimizers_and_gradients import Count, sync_ddp_buffers
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import WindowCounts, sync_ddp_buffers
 from pytorch_accel_lite.extension_tools.plain_types import StateDict
 from pytorch_accel_lite.extension_tools.runs_and_steps import unwrapped_model
 from pytorch_accel_lite.extensions.batch_parts import as_returned, merge_outputs, split_into_parts
@@ -57,7 +57,7 @@ class _Attempt:
         recorded: the output as it was returned, for recording
     """
 
-    counted: tuple[bool, float, Count, float | None]
+    counted: WindowCounts
     size: int = 0
     before: StepSnapshot | None = None
     error: Exception | None = None

@@ -1,4 +1,4 @@
-"""Forward and backward passes besides those of a run's steps. They do not train."""
+"""A pass before the first update of a resumed run, for ``DistributedDataParallel`` alone; losses outside of steps."""
 
 from __future__ import annotations
 
