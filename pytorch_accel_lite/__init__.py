@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.base.missing_extensions import missing_name_error
+from pytorch_accel_lite.base.missing_extensions import missing_names_in
 from pytorch_accel_lite.callbacks import (
     CallbackHandler,
     NonFiniteLossError,
@@ -43,7 +43,5 @@ __all__ = [
     "notebook_launcher",
 ]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one that is there
-
-    def __getattr__(name: str) -> object:
-        raise missing_name_error(name)
+if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
+    __getattr__ = missing_names_in()

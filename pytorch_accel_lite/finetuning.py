@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.base.missing_extensions import missing_name_error
+from pytorch_accel_lite.base.missing_extensions import missing_names_in
 from pytorch_accel_lite.base.modules.module_modes import stay_in_eval, stays_in_eval
 from pytorch_accel_lite.extensions.finetuning import BN_MODULES as BN_MODULES
 from pytorch_accel_lite.extensions.finetuning import (
@@ -27,6 +27,4 @@ __all__ = [
 _stay_in_eval = stay_in_eval  # models with frozen layers that version 0.2 pickled have it by this name
 
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-
-    def __getattr__(name: str) -> object:
-        raise missing_name_error(name, "finetuning")
+    __getattr__ = missing_names_in("finetuning")

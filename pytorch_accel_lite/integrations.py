@@ -2,13 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.base.missing_extensions import missing_name_error
+from pytorch_accel_lite.base.missing_extensions import missing_names_in
 from pytorch_accel_lite.extensions.optuna import OptunaPruningCallback
 from pytorch_accel_lite.extensions.ray import RayReportCallback
 
 __all__ = ["OptunaPruningCallback", "RayReportCallback"]
 
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-
-    def __getattr__(name: str) -> object:
-        raise missing_name_error(name, "integrations")
+    __getattr__ = missing_names_in("integrations")

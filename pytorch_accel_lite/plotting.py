@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.base.missing_extensions import missing_name_error
+from pytorch_accel_lite.base.missing_extensions import missing_names_in
 from pytorch_accel_lite.extension_tools.texts_and_pages import Column, render
 from pytorch_accel_lite.extensions.plots import (
     NothingToPlotError,
@@ -38,6 +38,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-
-    def __getattr__(name: str) -> object:
-        raise missing_name_error(name, "plotting")
+    __getattr__ = missing_names_in("plotting")

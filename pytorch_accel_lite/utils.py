@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.base.display.escaping import as_cell, from_cell
 from pytorch_accel_lite.base.display.formatting import format_bytes, format_metric, format_value, listed
-from pytorch_accel_lite.base.missing_extensions import missing_name_error
+from pytorch_accel_lite.base.missing_extensions import missing_names_in
 from pytorch_accel_lite.base.names.unknown_names import suggest
 from pytorch_accel_lite.base.optional_packages import import_extra
 from pytorch_accel_lite.base.values.plain_values import as_json
@@ -47,6 +47,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-
-    def __getattr__(name: str) -> object:
-        raise missing_name_error(name, "utils")
+    __getattr__ = missing_names_in("utils")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from pytorch_accel_lite.extension_names import OFFERED
 
@@ -25,6 +26,15 @@ def missing_name_error(name: str, prefix: str = "") -> Exception:
             return kind(f"{qualified} {missing_extension_text(extension)}")
     owner = f"{prefix!r} object" if prefix[:1].isupper() else f"module {f'{_PACKAGE}.{prefix}'.rstrip('.')!r}"
     return AttributeError(f"{owner} has no attribute {name!r}")
+
+
+def missing_names_in(path: str = "") -> Callable[[str], NoReturn]:
+    """Return the ``__getattr__`` of a module at a public path, whose names may be those of a missing extension."""
+
+    def raise_error(name: str) -> NoReturn:
+        raise missing_name_error(name, path)
+
+    return raise_error
 
 
 class _MissingMethod:

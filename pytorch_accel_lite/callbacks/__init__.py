@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.base.missing_extensions import missing_name_error
+from pytorch_accel_lite.base.missing_extensions import missing_names_in
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.default_callbacks import DefaultCallbacks, get_default_callbacks
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
@@ -119,6 +119,4 @@ __all__ = [
 DEFAULT_CALLBACKS = DefaultCallbacks(get_default_callbacks())
 
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-
-    def __getattr__(name: str) -> object:
-        raise missing_name_error(name, "callbacks")
+    __getattr__ = missing_names_in("callbacks")

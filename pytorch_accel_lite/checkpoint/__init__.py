@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.base.arguments.paths import as_file_name, file_path, folder_path, local_path
-from pytorch_accel_lite.base.missing_extensions import missing_name_error
+from pytorch_accel_lite.base.missing_extensions import missing_names_in
 from pytorch_accel_lite.checkpoint.disk.atomic_files import no_link, replacing, try_lock, write_text
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import read_checkpoint, write_checkpoint
 from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, model_state
@@ -18,6 +18,4 @@ __all__ = [
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-
-    def __getattr__(name: str) -> object:
-        raise missing_name_error(name, "checkpoint")
+    __getattr__ = missing_names_in("checkpoint")

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.base.missing_extensions import missing_name_error
+from pytorch_accel_lite.base.missing_extensions import missing_names_in
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
 from pytorch_accel_lite.data.loader_base import FailedRead, LoaderOptions, ShardedLoader
@@ -59,6 +59,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-
-    def __getattr__(name: str) -> object:
-        raise missing_name_error(name, "data")
+    __getattr__ = missing_names_in("data")

@@ -2,13 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.base.missing_extensions import missing_name_error
+from pytorch_accel_lite.base.missing_extensions import missing_names_in
 from pytorch_accel_lite.extensions.muon import ParameterKinds, muon_with_adamw, split_parameters
 from pytorch_accel_lite.optimizers.combined_optimizers import CombinedOptimizer, CombinedScheduler
 
 __all__ = ["CombinedOptimizer", "CombinedScheduler", "ParameterKinds", "muon_with_adamw", "split_parameters"]
 
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-
-    def __getattr__(name: str) -> object:
-        raise missing_name_error(name, "optimizers")
+    __getattr__ = missing_names_in("optimizers")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.base.missing_extensions import missing_name_error
+from pytorch_accel_lite.base.missing_extensions import missing_names_in
 from pytorch_accel_lite.extensions.named_schedules import CosineLrScheduler, WSDLrScheduler
 from pytorch_accel_lite.extensions.schedule_preview import schedule_values
 from pytorch_accel_lite.schedulers.schedule_arguments import ScheduleName, resolve_names
@@ -21,6 +21,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-
-    def __getattr__(name: str) -> object:
-        raise missing_name_error(name, "schedulers")
+    __getattr__ = missing_names_in("schedulers")

@@ -2,12 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.base.missing_extensions import missing_name_error
+from pytorch_accel_lite.base.missing_extensions import missing_names_in
 from pytorch_accel_lite.extensions.named_schedules import CosineLrScheduler
 
 __all__ = ["CosineLrScheduler"]
 
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-
-    def __getattr__(name: str) -> object:
-        raise missing_name_error(name, "schedulers.cosine_scheduler")
+    __getattr__ = missing_names_in("schedulers.cosine_scheduler")

@@ -2,12 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.base.missing_extensions import missing_name_error
+from pytorch_accel_lite.base.missing_extensions import missing_names_in
 from pytorch_accel_lite.extensions.named_schedules import DECAYS, WSDLrScheduler, estimate_checkpoint_steps
 
 __all__ = ["DECAYS", "WSDLrScheduler", "estimate_checkpoint_steps"]
 
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-
-    def __getattr__(name: str) -> object:
-        raise missing_name_error(name, "schedulers.wsd_scheduler")
+    __getattr__ = missing_names_in("schedulers.wsd_scheduler")
