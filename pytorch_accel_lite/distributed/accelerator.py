@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, parse_flag_from_env
 
 from pytorch_accel_lite.base.machine.devices import launched_on_cpus
@@ -15,6 +16,22 @@ from pytorch_accel_lite.base.machine.devices import launched_on_cpus
 _OF_A_TRAINER = "_was_created_by_a_trainer"  # marks the states of accelerators that trainers created
 _ARE_OF_PROCESS = type(vars(AcceleratorState)["_shared_state"]) is dict  # not per thread, as on TPUs
 _num_in_effect = 0  # how many runs have their trainer's settings in effect
+
+
+def _copy_of_gradient_state(held: dict[str, object]) -> GradientState:
+    copied = GradientState.__new__(GradientState)
+    vars(copied).update(held)
+    return copied
+
+
+def _reduce_gradient_state(state: GradientState) -> tuple[Callable[..., GradientState], tuple[dict[str, object]]]:
+    """Leave out the loaders that a program is reading, of which Accelerate holds weak references."""
+    return _copy_of_gradient_state, (
+        {name: [None] if "dataloader_references" in name else value for name, value in vars(state).items()},
+    )
+
+
+copyreg.pickle(GradientState, _reduce_gradient_state)  # trainers can be pickled whatever the program reads
 
 
 def default_accelerator(precision: str | None) -> Accelerator:

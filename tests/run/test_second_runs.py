@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, ExponentialLR, LambdaLR, LinearLR, OneCycleLR
+from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues, schedulers
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, RunPausedError, SaveTrainingStateCallback
@@ -81,6 +83,8 @@ def test_a_second_schedule_begins_as_with_a_new_optimizer(first, second):
 
 
 def test_a_pickled_trainer_trains_like_the_trainer():
+    being_read = iter(Accelerator().prepare(DataLoader(float64_data(), 4)))
+    next(being_read)
     trainer = adamw_trainer(float64_model(), seed=0, callbacks=DEFAULT_CALLBACKS)
     for first in (False, True):
         if first:
