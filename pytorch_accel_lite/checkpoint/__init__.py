@@ -12,10 +12,23 @@ from pytorch_accel_lite.checkpoint.states.state_files import read_learned
 from pytorch_accel_lite.extensions.printed_states import print_contents
 
 __all__ = [
-    "as_file_name", "file_path", "folder_path", "local_path", "no_link",
-    "DamagedStateError", "fit_model_state", "model_state", "print_contents", "read_checkpoint", "read_learned",
-    "replacing", "try_lock", "verify_state", "write_checkpoint", "write_text",
-]  # fmt: skip
+    "as_file_name",
+    "file_path",
+    "folder_path",
+    "local_path",
+    "no_link",
+    "DamagedStateError",
+    "fit_model_state",
+    "model_state",
+    "print_contents",
+    "read_checkpoint",
+    "read_learned",
+    "replacing",
+    "try_lock",
+    "verify_state",
+    "write_checkpoint",
+    "write_text",
+]
 
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
     __getattr__ = missing_names_in("checkpoint")
