@@ -18,7 +18,7 @@ def load_state_of(owner: HasStateDict, state: StateDict) -> None:
 
 
 def load_keeping_types(optimizer: Optimizer, state: StateDict) -> None:
-    """Load a state, and put back what ``Optimizer.load_state_dict`` converts in states of algorithms of others.
+    """Load a state, and restore what ``Optimizer.load_state_dict`` converts in states of other libraries' algorithms.
 
     It gives all tensors the type of the parameter, such as bfloat16, even masks and weights in float32, and takes a
     text for a list. States of torch's algorithms have the parameter's type, also if it is another one than when they

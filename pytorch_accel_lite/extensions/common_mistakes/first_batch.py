@@ -28,7 +28,7 @@ def warn_of_loss(trainer: TrainerLike, batch: Batch, output: BatchOutput) -> Non
     if "num_items" in output and "num_items_in_batch" not in output:  # that is the argument of update()
         warn_outside(
             "calculate_train_batch_loss returned num_items, which weighs nothing. Return it as num_items_in_batch, "
-            "unless only callbacks of yours read it."
+            "unless only your callbacks read it."
         )
     uses_loss_func = trainer.current_run.overridden.isdisjoint({"calculate_train_batch_loss", "train_step"})
     if uses_loss_func and _has_sum(trainer.loss_func):
