@@ -18,7 +18,16 @@ from pytorch_accel_lite import Interval, StopTrainingError, TrainerCallback, cal
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from tests.launching import SOAK, some_of
 from tests.ranks import global_batch, world_size
-from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
+from tests.small_models import (
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
+    listener,
+    make_trainer,
+    train,
+    weights,
+)
 
 UPDATES_PER_EPOCH = 6
 
@@ -344,6 +353,11 @@ def test_an_interval_longer_than_the_run_is_named(every, length, tmp_path):
         assert run(every)[1] == [18]
     with pytest.warns(UserWarning, match=f"save_every='{every}' is never due: the run has {length}"):
         run(callbacks=[SaveTrainingStateCallback(tmp_path, save_every=every)])
+
+
+def test_a_run_of_one_update_is_described_in_the_singular():
+    with pytest.warns(UserWarning, match=r"evaluate_every='2 updates' is never due: the run has 1 update\."):
+        train(make_trainer(), 1, 2, evaluate_every="2 updates", eval_dataset=True)
 
 
 @pytest.mark.extension("pytorch_accelerated")

@@ -26,6 +26,7 @@ from pytorch_accel_lite import (
 )
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
+    RunPausedError,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
@@ -622,3 +623,13 @@ def test_a_dataset_assigned_within_a_run_is_a_warning(name):
     with pytest.warns(UserWarning, match=f"^trainer.{name} = .* which reads trainer.{name[:-3]}loader") as said:
         train(trainer, eval_dataset={"a": make_data(3), "b": make_data(3)})
     assert len(said) == 1
+
+
+def test_an_evaluation_after_a_pause_is_not_paused():
+    pausing = listener(on_update_end=raises(RunPausedError("The time is up.")))
+    trainer = train(make_trainer([pausing]))
+    assert trainer.stop_reason == "The time is up."
+    trainer.evaluate(make_data())
+    assert trainer.run.end.pause is None
+    assert trainer.run.end.is_regular
+    assert trainer.stop_reason is None
