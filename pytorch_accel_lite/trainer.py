@@ -1063,12 +1063,14 @@ class Trainer:
 
     def print(self, *args: object, **kwargs: Any) -> None:
         """Print once on every machine. What the encoding of the output lacks is escaped, and ends no run."""
+        separator = kwargs.pop("sep", None)
+        # One text is written whole, or not at all.
+        text = (" " if separator is None else separator).join(map(str, args))
         try:
-            self.accelerator.print(*args, **kwargs)
+            self.accelerator.print(text, **kwargs)
         except UnicodeEncodeError as error:
             encoding = error.encoding
-            escaped = (str(arg).encode(encoding, "backslashreplace").decode(encoding) for arg in args)
-            self.accelerator.print(*escaped, **kwargs)
+            self.accelerator.print(text.encode(encoding, "backslashreplace").decode(encoding), **kwargs)
 
     # ---------------------------------------------------------------------------- the current or last run
 

@@ -14,6 +14,9 @@ from pytorch_accel_lite.run.request_and_config import StateSource
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.training_state import TrainingState
 
+#: Words for ``"latest"`` in other libraries.
+_LIKE_LATEST = ("latest", "last", "newest", "auto")
+
 
 def find_state(trainer: TrainerLike, sources: list[StateSource], resume_from: StrPath) -> TrainingState | None:
     """Find, verify and read the state to resume from; ``None`` means a fresh start.
@@ -21,9 +24,11 @@ def find_state(trainer: TrainerLike, sources: list[StateSource], resume_from: St
     Args:
         sources: where to look for ``"latest"``, see ``RunRequest.state_sources``
     """
-    if resume_from in ("last", "newest", "auto") and not os.path.exists(resume_from):  # words of other libraries
+    resume_from = os.fspath(resume_from)
+    is_latest = resume_from == "latest"
+    if not is_latest and resume_from.lower() in _LIKE_LATEST and not os.path.exists(resume_from):
         raise FileNotFoundError(f"There is no training state at {resume_from!r}. Did you mean resume_from='latest'?")
-    if resume_from != "latest":
+    if not is_latest:
         state = read_state(parse_location(resume_from, "resume_from"), trainer.ranks)
     elif not sources:
         raise ValueError(

@@ -36,8 +36,8 @@ def complete_output(output: BatchOutput, data: BatchData, num_samples: int | Non
     size = output["batch_size"]
     if type(size) is not int and not isinstance(size, (numbers.Real, torch.Tensor)):
         raise TypeError(f"{method} returned batch_size={size!r}; it must be a number of samples.")
-    if isinstance(size, int) and size < ("num_items_in_batch" not in output):
-        is_empty = " If collate_fn has left out all samples, return also num_items_in_batch." * (size == 0)
+    if not isinstance(size, torch.Tensor) and size < ("num_items_in_batch" not in output):
+        is_empty = " If collate_fn has left out all samples, return also num_items_in_batch." if size == 0 else ""
         raise ValueError(f"{method} returned batch_size={size!r}; it must be at least 1.{is_empty}")
     if "num_items_in_batch" in output:
         check_items(output["num_items_in_batch"], f"{method} returned num_items_in_batch")

@@ -15,7 +15,7 @@ def begin_evaluations(run: Run) -> None:
     """Determine when a training run evaluates, from its beginning or from the point at which it resumes."""
     every = run.request.evaluate_every
     if not run.data.all_eval_loaders:
-        if every is not None and run.data.ranks.rank == 0:
+        if every is not None and run.ranks.rank == 0:
             warn_outside(f"evaluate_every={every!r} has no effect: train() was given no eval_dataset.")
         return
     run.evaluation_interval = interval = (

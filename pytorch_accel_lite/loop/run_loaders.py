@@ -29,13 +29,14 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
     """Create the loaders of the evaluation dataset, or of several by name."""
     run.data.eval_loaders = {}
     dataset = run.data.eval_dataset
+    argument = "eval_dataset" if run.kind == "training" else "dataset"
     for name, part in dataset.items() if isinstance(dataset, dict) else [("", dataset)]:
         if isinstance(dataset, dict) and not (name and isinstance(name, str)):
-            raise ValueError(f"eval_dataset has the key {name!r}, but keys name the metrics: use non-empty strings.")
+            raise ValueError(f"{argument} has the key {name!r}, but keys name the metrics: use non-empty strings.")
         run.data.eval_dataset, run.data.eval_loader = part, None  # overrides of create_eval_dataloader use the first
         source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
         run.data.eval_loader = loader_of_run(trainer, run, source, training=False)
-        check_gives_batches(run.data.eval_loader, "eval_dataset")
+        check_gives_batches(run.data.eval_loader, argument)
         if name:
             run.data.eval_loaders[name] = run.data.eval_loader
     if isinstance(dataset, dict):

@@ -12,6 +12,7 @@ from pytorch_accel_lite.base.display.reprs import short_repr
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.names.unknown_names import did_you_mean
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run_data import RunData
@@ -22,6 +23,7 @@ class CountedRun(Protocol):
 
     progress: Progress
     data: RunData
+    ranks: Ranks
 
     @property
     def required_config(self) -> TrainerRunConfig: ...  # noqa: D102
@@ -112,7 +114,7 @@ class Interval:
         config = run.required_config
         lengths = {"updates": config.max_num_train_steps, "epochs": config.num_epochs, "samples": run.max_num_samples}
         length = lengths.get(self.unit)
-        if argument and length is not None and self.amount > length and run.data.ranks.rank == 0:
+        if argument and length is not None and self.amount > length and run.ranks.rank == 0:
             unit = self.unit.removesuffix("s") if length == 1 else self.unit
             warn_outside(f"{argument}={self.text!r} is never due: the run has {length} {unit}.")
 

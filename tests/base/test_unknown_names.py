@@ -201,6 +201,8 @@ def test_tensors_are_data_for_those_who_need_no_targets():
             "resume_from=True must be 'latest', for the newest state, the directory or URL of a state, or",
         ),
         ("last", FileNotFoundError, "There is no training state at 'last'. Did you mean resume_from='latest'?"),
+        ("Latest", FileNotFoundError, "There is no training state at 'Latest'. Did you mean resume_from='latest'?"),
+        (Path("latest"), ValueError, "resume_from='latest' needs a SaveTrainingStateCallback"),
     ],
 )
 def test_values_that_a_run_cannot_resume_from_are_refused(value, error, answer):

@@ -90,5 +90,6 @@ def test_an_evaluation_metric_is_absent_before_the_first():
 def test_text_that_the_output_cannot_encode_ends_no_run(event):
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
     with contextlib.redirect_stdout(output):
-        train(make_trainer([listener(**{event: lambda trainer: trainer.print("100 µs", 3)}), *DEFAULT_CALLBACKS]))
-    assert b"\n100 \\xb5s 3\n" in b"\n" + output.buffer.getvalue()
+        prints = listener(**{event: lambda trainer: trainer.print("in", "100 µs", sep="\t")})
+        train(make_trainer([prints, *DEFAULT_CALLBACKS]))
+    assert b"\nin\t100 \\xb5s\n" in b"\n" + output.buffer.getvalue()

@@ -47,7 +47,7 @@ def test_evaluate_and_predict_refuse_bad_arguments(method, arguments, error, mat
 
 
 def test_evaluate_refuses_datasets_without_names():
-    with pytest.raises(ValueError, match="eval_dataset has the key 0, but keys name the metrics"):
+    with pytest.raises(ValueError, match=r"^dataset has the key 0, but keys name the metrics"):
         make_trainer().evaluate(OrderedDict({"a": make_data(), 0: make_data()}))
 
 

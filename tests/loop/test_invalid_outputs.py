@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -31,6 +33,12 @@ def test_an_evaluation_loss_needs_no_gradient_but_is_checked():
     ]:
         with pytest.raises(error, match=match):
             make_trainer(trainer_class=returning(change)).evaluate(make_data())
+
+
+@pytest.mark.parametrize("size", [-2, np.int64(-2), np.float32(0.5)], ids=repr)
+def test_a_batch_size_of_any_type_must_count_a_sample(size):
+    with pytest.raises(ValueError, match=re.escape(f"returned batch_size={size!r}; it must be at least 1")):
+        make_trainer(trainer_class=returning(lambda output: output | {"batch_size": size})).evaluate(make_data())
 
 
 def test_an_evaluation_loss_of_samples_may_be_boolean():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from types import MethodType
 from typing import Any
@@ -75,6 +76,33 @@ def test_each_overridable_method_has_its_number_of_calls(name, count):
     )
     trainer.evaluate(make_data(4), per_device_batch_size=2)
     assert len(calls) == count
+
+
+@pytest.mark.parametrize("by", ["arguments", "result"])
+@pytest.mark.parametrize(
+    "changed",
+    [{"gradient_accumulation_steps": 2}, {"max_num_train_steps": 4}, {"gradient_clip_value": 1e-3}, {"num_epochs": 1}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_an_overridden_run_config_changes_is_obeyed(by, changed):
+    class Own(Trainer):
+        def _create_run_config(self, per_device_batch_size, **settings):
+            config = super()._create_run_config(per_device_batch_size, **settings)
+            whole = super()._create_run_config(per_device_batch_size, **(settings | changed))
+            other = {name: getattr(whole, name) for name in (*changed, "num_epochs", "max_num_train_steps")}
+            return whole if by == "arguments" else dataclasses.replace(config, **other)
+
+    runs = []
+    for trainer_class, arguments in ((Own, {}), (Trainer, changed)):
+        norms: list[torch.Tensor] = []
+        note = listener(on_optimizer_step_end=lambda t, norms=norms, **_: norms.append(t.gradient_norm.clone()))
+        trainer = make_trainer([note], trainer_class=trainer_class)
+        train(trainer, **({"epochs": 2} | {"epochs" if k == "num_epochs" else k: v for k, v in arguments.items()}))
+        runs.append((trainer, norms))
+    (own, norms), (usual, usual_norms) = runs
+    assert equal_weights(own.model.state_dict(), usual.model.state_dict())
+    assert own.progress == usual.progress
+    assert same_bits(norms, usual_norms)
 
 
 @pytest.mark.parametrize("phase", ["train", "eval"])

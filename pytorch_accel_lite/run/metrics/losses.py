@@ -214,6 +214,7 @@ class LossTrackers(dict[str, LossTracker]):
             if not count and name.startswith("train"):
                 raise ValueError("Every batch of the epoch was skipped.")
             if not count:
-                raise ValueError("eval_dataset gave no batch: it is empty or exhausted.")
+                argument = "dataset" if name.startswith("evaluation") else "eval_dataset"
+                raise ValueError(f"{argument} gave no batch: it is empty or exhausted.")
             means[name.format(key)] = total / count
         return means

@@ -75,6 +75,8 @@ def test_a_stream_without_samples_is_refused(method, arguments):
 def test_an_empty_evaluation_is_an_error_that_names_it():
     with pytest.raises(ValueError, match="eval_dataset gave no batch"):
         train(make_trainer(), eval_dataset=Stream(0))
+    with pytest.raises(ValueError, match=r"^dataset gave no batch"):
+        make_trainer().evaluate(Stream(0))
 
 
 def test_an_error_in_a_stream_keeps_its_traceback():
