@@ -32,7 +32,7 @@ from pytorch_accel_lite.distributed.lost_processes import ProcessLostError
 from pytorch_accel_lite.distributed.stack_frames import Stack
 from pytorch_accel_lite.loop.inference import INFERENCE_STEP
 from pytorch_accel_lite.loop.model_setup import MODEL_CHANGES
-from pytorch_accel_lite.loop.schedule_recreation_seam import SCHEDULE_RECREATION
+from pytorch_accel_lite.loop.resuming import SCHEDULE_RECREATION
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler

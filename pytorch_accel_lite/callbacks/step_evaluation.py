@@ -1,4 +1,4 @@
-"""Evaluating within an epoch by a callback; for ``train(evaluate_every=...)``, see ``loop/due_evaluations.py``."""
+"""Evaluating within an epoch by a callback; for ``train(evaluate_every=...)``, see ``loop/evaluation.py``."""
 
 from __future__ import annotations
 

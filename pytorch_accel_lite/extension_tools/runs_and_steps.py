@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from pytorch_accel_lite.base.modules.sharded_weights import tensor_parallel_size
-from pytorch_accel_lite.loop.ddp_warm_up import loss_of
 from pytorch_accel_lite.loop.fit import prepare_training
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
@@ -24,7 +23,7 @@ from pytorch_accel_lite.loop.model_setup import prepare_model, release_model
 from pytorch_accel_lite.loop.run_loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.scheduler_creation import create_from_options
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
-from pytorch_accel_lite.loop.training import run_step
+from pytorch_accel_lite.loop.training import loss_of, run_step
 from pytorch_accel_lite.run.error_notes_seam import add_error_notes, adding_error_notes
 from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.scheduler_stepping import is_stepped_after_updates, step_after_update

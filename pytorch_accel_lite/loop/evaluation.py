@@ -1,6 +1,6 @@
-"""Evaluation on one or several datasets; if it interrupts a training run, it restores the modes of all modules.
+"""Evaluation on one or several datasets, and when a training run evaluates within its epochs.
 
-Every sample counts once.
+Every sample counts once. An evaluation that interrupts a training run restores the modes of all modules.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import partial
 
 from torch import nn
 
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.modules.module_modes import preserving_modes
 from pytorch_accel_lite.base.random_generators.generator_states import preserving_generators
 from pytorch_accel_lite.base.user_code import is_overridden
@@ -25,13 +26,16 @@ from pytorch_accel_lite.loop.lifecycle import ending, entering
 from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
+from pytorch_accel_lite.run.ending.stop_errors import StopTrainingError
 from pytorch_accel_lite.run.error_notes_seam import adding_error_notes
+from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.latest_records import EvaluationRecord
 from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory, count_values, counts_before_growth
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import DataArguments
+from pytorch_accel_lite.run.scheduler_stepping import step_within_epoch
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches
 
 
@@ -104,7 +108,7 @@ def evaluate_all(trainer: TrainerLike, run: Run, kind: EvaluationKind) -> dict[s
 
 def _evaluation_on(trainer: TrainerLike, run: Run, loader: ShardedLoader, kind: EvaluationKind) -> Callable[[], None]:
     """Return what evaluates on one dataset: ``evaluate_dataset()``, or the user's method for it."""
-    if not is_overridden(trainer, "_run_eval_epoch"):
+    if not is_overridden(trainer, "_run_eval_epoch"):  # now, as a callback may have replaced it
         return partial(evaluate_dataset, trainer, run, loader, kind)
     return partial(trainer._run_eval_epoch, loader, **kind.flags)
 
@@ -179,6 +183,47 @@ def _track_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> B
             trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
         del output  # frees its memory for the next output
     return batch
+
+
+def begin_evaluations(run: Run) -> None:
+    """Determine when a training run evaluates, from its beginning or from the point at which it resumes."""
+    every = run.request.evaluate_every
+    if not run.data.all_eval_loaders:
+        if every is not None and run.ranks.rank == 0:
+            warn_outside(f"evaluate_every={every!r} has no effect: train() was given no eval_dataset.")
+        return
+    run.evaluation_interval = interval = (
+        Interval(run.request.eval_every_n_epochs, "epochs") if every is None else Interval(every)
+    )
+    interval.start(run, "" if every is None else "evaluate_every")
+    if run.resumed is not None and (saved := run.resumed.shared.get("evaluations")) is not None:
+        interval.load_state_dict(saved, run)
+
+
+def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) -> None:
+    """Evaluate within an epoch, if that is due, and step a scheduler that follows a metric.
+
+    Args:
+        ends_epoch: whether the steps of the epoch are over. An evaluation that is then due, except by time, takes place
+            after the epoch.
+    """
+    interval = run.evaluation_interval
+    if interval is None or run.is_finished or not interval.is_due(run):
+        return
+    if ends_epoch and (run.ends_with_epoch or not interval.is_time):
+        return
+    inner = run.derive()
+    stopped: StopTrainingError | None = None
+    try:
+        evaluate_in_derived_run(trainer, inner, EvaluationKind.OF_RUN)
+    except StopTrainingError as stop:  # of a callback, which may come after a complete evaluation
+        stopped = stop
+    if inner.epoch_phase == EpochPhase.EVALUATED:
+        interval.advance(run)
+        run.counts_before_evaluation = None
+        step_within_epoch(trainer)
+    if stopped is not None:
+        raise stopped
 
 
 def evaluate(trainer: TrainerLike, passed: DataArguments) -> dict[str, MetricValue]:

@@ -58,7 +58,9 @@ def fit(
         prepare_data(trainer, run, batch_size, train_arguments.loader_kwargs, eval_arguments.loader_kwargs)
         prepare_training(trainer, run, batch_size)
         begin_schedule(trainer, run)
-        begin_or_resume(trainer, run, reset_run_history)
+        begin_history(trainer, run, reset_run_history)
+        record_settings(trainer, run)
+        begin_resuming(trainer, run)
         with ending_at_signals(run.control.request) if run.request.ends_at_signals else nullcontext():
             training.begin_training(trainer, run)
             if is_overridden(trainer, "_run_training"):
@@ -169,7 +171,8 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     run.config = create_config(trainer, run, batch_size)
     run.latest.training = TrainingRecord(run.config, run.end, run.data.eval_arguments)
     if run.ranks.world_size > 1:
-        _check_same_settings(trainer, run, run.config)
+        options = settings_of_optimizer(trainer.optimizer) if trainer.check_replicas else {}
+        check_same_on_all_ranks(run.config.to_dict() | options, run.ranks)
     _create_window(run, run.config)
     # What a run that failed within a window may have left.
     clear_gradients(trainer.optimizer)
@@ -177,12 +180,6 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     trainer.accelerator.sync_gradients = True
     # This also disables compile_step, if it does not work with what the run uses.
     run.training_step = trainer._create_step(run)
-
-
-def _check_same_settings(trainer: TrainerLike, run: Run, config: TrainerRunConfig) -> None:
-    """Check that all processes have the same settings, those of their optimizers included."""
-    options = settings_of_optimizer(trainer.optimizer) if trainer.check_replicas else {}
-    check_same_on_all_ranks(config.to_dict() | options, run.ranks)
 
 
 def _create_window(run: Run, config: TrainerRunConfig) -> None:
@@ -197,17 +194,10 @@ def _create_window(run: Run, config: TrainerRunConfig) -> None:
         )
 
 
-def begin_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> None:
-    """Start from the beginning or from a training state."""
-    _begin_history(trainer, run, reset_run_history)
-    _record_settings(trainer, run)
-    begin_resuming(trainer, run)
-
-
-def _begin_history(trainer: TrainerLike, run: Run, reset: bool) -> None:
+def begin_history(trainer: TrainerLike, run: Run, reset: bool) -> None:
     """Clear the history, or continue it; if the run before has ended within an epoch, in a new epoch."""
     previous = run.previous
-    run.drop_previous()
+    run.previous = None  # this run has started, and remains the latest after its end
     run.cleanup.callback(trainer.run_history.set_between_epochs, False)
     if reset:
         trainer.run_history.reset()
@@ -215,7 +205,7 @@ def _begin_history(trainer: TrainerLike, run: Run, reset: bool) -> None:
         trainer.run_history._increment_epoch()
 
 
-def _record_settings(trainer: TrainerLike, run: Run) -> None:
+def record_settings(trainer: TrainerLike, run: Run) -> None:
     """Record the settings for training states, before a state changes them."""
     if trainer.accelerator.is_main_process and (run.resumed is not None or run.request.saves_training_states):
         run.recorded_settings = settings_recorder().record(trainer)

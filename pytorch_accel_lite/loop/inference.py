@@ -59,7 +59,7 @@ def inference_run(trainer: TrainerLike, request: RunRequest, arguments: DataArgu
         if run.outer is None:
             run.config = create_config(trainer, run, batch_size)
             if request.kind == "evaluation":
-                run.drop_previous()
+                run.previous = None  # it remains the latest run
         yield run
 
 

@@ -29,7 +29,7 @@ from pytorch_accel_lite.run.trainer_parts.optimizer_modes import set_optimizer_m
 def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     """Make a run the trainer's current one, and restore the previous run afterwards.
 
-    A run that has started stays as the latest one: see ``Run.drop_previous()``.
+    A run that has started stays as the latest one: see ``Run.previous``.
 
     Args:
         call: the method that begins the run, which every process must call
@@ -39,7 +39,13 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     trainer.open_runs.append(run)
     trainer.current_run = run
     try:
-        with ExitStack() as run.cleanup, _applying_settings(trainer), _begun_together(trainer, run, call):
+        with (
+            ExitStack() as run.cleanup,
+            in_effect(trainer.accelerator),
+            deterministic_kernels(trainer.deterministic),
+            trainer.division.computing(run.device),
+            _begun_together(trainer, run, call),
+        ):
             if run.outer is None:
                 if (sharding := find_sharding(trainer, run)) is not None:
                     sharding.begin_run(trainer, run)
@@ -88,17 +94,6 @@ def _begun_together(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]
         check_same_call(trainer, call, run.data.train_dataset, run.data.eval_dataset)
         with observed(trainer), naming_call(trainer.ranks):
             yield
-
-
-@contextmanager
-def _applying_settings(trainer: TrainerLike) -> Iterator[None]:
-    """Within a block, apply the settings of torch and Accelerate that a trainer requests."""
-    with (
-        in_effect(trainer.accelerator),
-        nullcontext() if trainer.deterministic is None else deterministic_kernels(trainer.deterministic),
-        trainer.division.computing(trainer.current_run.device),
-    ):
-        yield
 
 
 @contextmanager

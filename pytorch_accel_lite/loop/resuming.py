@@ -8,9 +8,11 @@ the loop calls do nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
+from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import describe_attributes
 from pytorch_accel_lite.checkpoint.models.trainability import note_trainability
@@ -18,11 +20,14 @@ from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import setting
 from pytorch_accel_lite.checkpoint.states.state_contents import restore_after_start, restore_again, restore_before_start
 from pytorch_accel_lite.loop.guards.modes import has_starting_code
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length, warn_of_other_schedule
-from pytorch_accel_lite.loop.schedule_recreation_seam import find_schedule_recreation
 from pytorch_accel_lite.optimizers.param_group_options import Options, all_options
 from pytorch_accel_lite.run.ending.stop_errors import StopTrainingError
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.training_state import TrainingState
+
+Recreate: TypeAlias = Callable[[TrainerLike, Run, TrainingState], None]
+#: Creates the schedule of a resumed run again, with its new length, and advances it to the completed fraction.
+SCHEDULE_RECREATION: Slot[Recreate] = Slot("elastic_schedules")
 
 
 def begin_resuming(trainer: TrainerLike, run: Run) -> None:
@@ -34,7 +39,7 @@ def begin_resuming(trainer: TrainerLike, run: Run) -> None:
     if state is None:
         return
     warn_of_other_schedule(trainer, state)
-    recreate_schedule = find_schedule_recreation(trainer, run, state)
+    recreate_schedule = _find_schedule_recreation(trainer, run, state)
     run.schedule.is_recreated = recreate_schedule is not None
     if "load_training_state" in run.overridden:
         trainer.load_training_state(state.directory)  # the method of Trainer, if it calls that, takes run.resumed
@@ -49,6 +54,27 @@ def begin_resuming(trainer: TrainerLike, run: Run) -> None:
         changes = settings_recorder().compare(trainer, state, run.recorded_settings, run.user_attributes)
         if changes:
             trainer.print(changes)
+
+
+def _find_schedule_recreation(trainer: TrainerLike, run: Run, state: TrainingState) -> Recreate | None:
+    """Return what recreates the schedule, if it counts updates while the number of updates per epoch has changed.
+
+    A run that is limited by updates keeps its schedule, because its length is unchanged.
+    """
+    before = state.metadata["run_config"].get("num_update_steps_per_epoch")
+    now = run.required_config.num_update_steps_per_epoch
+    counts_updates = run.request.scheduler_interval == "update" and not getattr(trainer.scheduler, "t_in_epochs", False)
+    has_both = trainer.scheduler is not None and state.shared["scheduler"] is not None
+    is_of_epochs = run.request.max_num_train_steps is None and None not in (before, now)
+    if not (has_both and counts_updates and is_of_epochs and before != now):
+        return None
+    if run.accumulation.changes:
+        raise ValueError(
+            f"gradient_accumulation_steps={run.request.gradient_accumulation_steps!r} changes during the run, which is "
+            f"resumed with {now} updates in the first epoch instead of {before}, so where its schedule is to continue "
+            "is ambiguous. Resume it with the number of processes and the batch size that it had."
+        )
+    return SCHEDULE_RECREATION.get(f"Resuming a schedule with {now} updates in an epoch instead of {before}")
 
 
 @contextmanager
@@ -72,12 +98,19 @@ def ending_resumption_at_latest(trainer: TrainerLike, run: Run) -> Iterator[None
 
 
 def resumed_run_is_over(trainer: TrainerLike, run: Run) -> bool:
-    """Return whether a resumed run has nothing left to do; if so, note a reason to stop it, and print why."""
-    state = run.resumed
-    if state is None:
+    """Return whether a resumed run has nothing left to do, and print why; note the reason if it was stopped before."""
+    if run.resumed is None:
         return False
-    is_over = _is_complete(trainer, run, state)
-    trainer.run_history.set_between_epochs(is_over and not run.progress.is_mid_epoch)
+    about, progress, limit = run.resumed.metadata, run.progress, run.request.max_num_train_steps
+    was_stopped = about["stop_reason"] is not None and not about["interrupted"]
+    is_over = was_stopped and not _continues_after_stop(trainer, run, about)
+    if is_over:
+        run.end.reason, run.end.stopped_by = about["stop_reason"], about.get("stopped_by")
+    elif run.is_finished and not (progress.is_mid_epoch and progress.update == limit):  # it may still evaluate
+        is_over = True
+        length = "num_epochs" if limit is None or progress.update < limit else "max_num_train_steps"
+        trainer.print(f"Nothing left to do: the run had finished. Increase {length} to continue it.")
+    trainer.run_history.set_between_epochs(is_over and not progress.is_mid_epoch)
     return is_over
 
 
@@ -118,21 +151,6 @@ def print_state_contents(trainer: TrainerLike, run: Run) -> None:
             trainer.print(described)
     if note := getattr(run.data.train_loader, "resuming_note", ""):
         trainer.print(note)
-
-
-def _is_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
-    """Return whether the saved run had been stopped, and still is, or had made all that is requested now."""
-    about = state.metadata
-    if about["stop_reason"] is not None and not about["interrupted"] and not _continues_after_stop(trainer, run, about):
-        run.end.reason, run.end.stopped_by = about["stop_reason"], about.get("stopped_by")
-        return True
-    ends_its_epoch = run.progress.is_mid_epoch and run.progress.update == run.request.max_num_train_steps
-    if run.is_finished and not ends_its_epoch:
-        most = run.request.max_num_train_steps
-        length = "num_epochs" if most is None or run.progress.update < most else "max_num_train_steps"
-        trainer.print(f"Nothing left to do: the run had finished. Increase {length} to continue it.")
-        return True
-    return False
 
 
 def _continues_after_stop(trainer: TrainerLike, run: Run, about: JsonObject) -> bool:

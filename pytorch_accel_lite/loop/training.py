@@ -7,15 +7,16 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from pytorch_accel_lite.base.modules.mixed_precision import mixed_precision
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.sources import BatchOutput
+from pytorch_accel_lite.data.step_outputs import total_loss
 from pytorch_accel_lite.distributed.gradient_sync import no_sync_within_window, sync_ddp_buffers
-from pytorch_accel_lite.loop.ddp_warm_up import warm_up_ddp
-from pytorch_accel_lite.loop.due_evaluations import begin_evaluations, evaluate_if_due
-from pytorch_accel_lite.loop.evaluation import EvaluationKind, evaluate_all
+from pytorch_accel_lite.loop.evaluation import EvaluationKind, begin_evaluations, evaluate_all, evaluate_if_due
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, steps_of_stream, warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.guards.modes import call_start_event, check_global_modes, restoring_mode_between_batches
@@ -28,6 +29,7 @@ from pytorch_accel_lite.loop.resuming import (
     print_state_contents,
     resumed_run_is_over,
 )
+from pytorch_accel_lite.loop.snapshot import StepSnapshot
 from pytorch_accel_lite.run.error_notes_seam import add_error_notes
 from pytorch_accel_lite.run.loop_state import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase
@@ -95,7 +97,7 @@ def _run_epoch(trainer: TrainerLike, run: Run) -> None:
 def _run_steps(trainer: TrainerLike, run: Run) -> None:
     """Run the steps of an epoch, or the user's method for them."""
     try:
-        if is_overridden(trainer, "_run_train_epoch"):
+        if is_overridden(trainer, "_run_train_epoch"):  # now, as a callback may have replaced it
             run.end.has_reached_limit = bool(trainer._run_train_epoch(run.data.required_train_loader))
         else:
             run.end.has_reached_limit = train_epoch(trainer, run)
@@ -131,20 +133,22 @@ def train_epoch(trainer: TrainerLike, run: Run) -> bool:
     Returns:
         whether the run has made all its updates, if their number was given
     """
-    limit = run.request.max_num_train_steps or math.inf
+    limit, progress = run.request.max_num_train_steps or math.inf, run.progress
     _begin_train_epoch(trainer, run)
     loader = run.data.required_train_loader
     min_share = min_share_for_batch_norm(trainer, run)
-    run.batch_number = run.progress.step
+    run.batch_number = progress.step
     length = steps_of_stream(run, loader)  # now, as a stream may learn its length by being read
     has_ended = False
     while not has_ended:
         loader = run.data.required_train_loader  # a callback may have replaced it
-        has_ended = _steps_until_reread(trainer, run, loader, _batches_left(trainer, run, loader, min_share), limit)
+        left = loader.steps(progress.epoch, progress.samples_in_epoch, progress.step, min_share)
+        batches = iter(restoring_mode_between_batches(trainer, run, left, "training"))
+        has_ended = _steps_until_reread(trainer, run, loader, batches, limit)
     run.batch_number = None
-    check_num_steps(run, loader, length if run.progress.update < limit else None)
+    check_num_steps(run, loader, length if progress.update < limit else None)
     _end_train_epoch(trainer, run)
-    return run.progress.update >= limit
+    return progress.update >= limit
 
 
 def _begin_train_epoch(trainer: TrainerLike, run: Run) -> None:
@@ -153,8 +157,7 @@ def _begin_train_epoch(trainer: TrainerLike, run: Run) -> None:
     options = options_before_epoch(trainer, run)
     trainer.train_epoch_start()
     run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
-    if trainer.callback_handler.listeners["on_train_epoch_start"]:
-        call_start_event(trainer, "on_train_epoch_start", "training")
+    call_start_event(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
     # Noted here, as a run whose state is restored no longer knows that it is resumed.
     run.loop.must_sync_at_start = run.resumed is not None
@@ -176,13 +179,6 @@ def _end_train_epoch(trainer: TrainerLike, run: Run) -> None:
     trainer.call_event("on_train_epoch_end")
 
 
-def _batches_left(trainer: TrainerLike, run: Run, loader: ShardedLoader, min_share: int) -> Iterator[Batch]:
-    """Return the remaining batches of the epoch."""
-    progress = run.progress
-    batches = loader.steps(progress.epoch, progress.samples_in_epoch, progress.step, min_share)
-    return iter(restoring_mode_between_batches(trainer, run, batches, "training"))
-
-
 def _steps_until_reread(
     trainer: TrainerLike, run: Run, loader: ShardedLoader, batches: Iterator[Batch], limit: float
 ) -> bool:
@@ -201,7 +197,7 @@ def _steps_until_reread(
             if loader.is_outdated:  # a callback of the evaluation has changed the data
                 return False
         if batch is not None and run.loop.must_warm_up_ddp:
-            warm_up_ddp(trainer, run, batch)
+            _warm_up_ddp(trainer, run, batch)
         while batch is not None:
             try:
                 run_step(trainer, run, batch)
@@ -218,6 +214,25 @@ def _steps_until_reread(
             batch = next(batches, None) if progress.update < limit else None
             loader.seconds_waited += time.perf_counter() - begin
     return True
+
+
+def _warm_up_ddp(trainer: TrainerLike, run: Run, batch: Batch) -> None:
+    """Run one forward and backward pass that changes nothing except ``DistributedDataParallel``.
+
+    The wrapper rearranges gradients after its first backward pass. With three or more processes, the order of their
+    sums, and so the last bits, depend on it: a resumed run must have had that first pass, too.
+    """
+    run.loop.must_warm_up_ddp = False
+    with StepSnapshot(trainer):
+        trainer.backward_step(loss_of(trainer, batch))
+
+
+def loss_of(trainer: TrainerLike, batch: Batch) -> torch.Tensor:
+    """Return only the loss of a batch, computed as in a training step, outside of one."""
+    trainer.current_run.batch = batch
+    compute = trainer.compiled_forward or trainer.calculate_train_batch_loss
+    with mixed_precision(trainer.accelerator):
+        return total_loss(compute(batch.data)["loss"])
 
 
 def run_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:

@@ -345,10 +345,6 @@ class Run:
             outermost = outermost.outer
         return outermost.ended_training_run or outermost
 
-    def drop_previous(self) -> None:
-        """Free the previous run and its data: this run has started, and remains the trainer's run after its end."""
-        self.previous = None
-
     @property
     def required_config(self) -> TrainerRunConfig:
         """The config of the run.
