@@ -45,19 +45,23 @@ def parts_of_optimizer(optimizer: TrainerOptimizer) -> dict[str, Optimizer]:
     return inner.parts if isinstance(inner, NamedParts) else {}
 
 
+def single_optimizers(optimizer: TrainerOptimizer) -> dict[str, TrainerOptimizer]:
+    """Return the parts of a combined optimizer by name, or one that is not combined as ``""``."""
+    return parts_of_optimizer(optimizer) or {"": optimizer}
+
+
 def state_class_names(optimizer: TrainerOptimizer) -> list[list[str]]:
     """Return, for each parameter group, the names of the classes that define its optimizer's state.
 
     These are its class without wrappers, and the bases up to the first class of torch: torch's AdamW does not count as
     an Adam, although it is derived from it.
     """
-    parts = parts_of_optimizer(optimizer).values() or [optimizer]
-    return [_classes(part) for part in parts for _ in part.param_groups]
+    return [_classes(part) for part in single_optimizers(optimizer).values() for _ in part.param_groups]
 
 
 def step_modules(optimizer: TrainerOptimizer) -> list[str]:
     """Return, for each parameter group, the module whose code steps it: ``torch.optim.adam``, also if derived."""
-    parts = parts_of_optimizer(optimizer).values() or [optimizer]
+    parts = single_optimizers(optimizer).values()
     steps = [(getattr(type(without_wrappers(part)), "step", None), part.param_groups) for part in parts]
     return [str(getattr(step, "__module__", "")) for step, groups in steps for _ in groups]
 
@@ -88,7 +92,7 @@ def schedulers_in(scheduler: TrainerScheduler) -> dict[str, SchedulerLike]:
 def group_names(optimizer: Optimizer) -> list[str]:
     """Return a name for each parameter group: its number, or ``""`` for the only one, after the optimizer's name."""
     names: list[str] = []
-    for name, part in (parts_of_optimizer(optimizer) or {"": optimizer}).items():
+    for name, part in single_optimizers(optimizer).items():
         count = len(part.param_groups)
         numbers = [""] if count == 1 else map(str, range(count))
         names += ["_".join(filter(None, (name, number))) for number in numbers]

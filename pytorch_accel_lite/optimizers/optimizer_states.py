@@ -6,7 +6,7 @@ import torch
 from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
-from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters, parts_of_optimizer, without_wrappers
+from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters, single_optimizers, without_wrappers
 
 
 def load_state_of(owner: HasStateDict, state: StateDict) -> None:
@@ -26,7 +26,7 @@ def load_keeping_types(optimizer: Optimizer, state: StateDict) -> None:
     """
     optimizer.load_state_dict(state)
     saved = [state["state"].get(number) for group in state["param_groups"] for number in group["params"]]
-    for part in parts_of_optimizer(optimizer).values() or [optimizer]:
+    for part in single_optimizers(optimizer).values():
         inner = without_wrappers(part)
         of_part = [saved.pop(0) for _ in optimized_parameters(inner)]
         kind = type(inner)

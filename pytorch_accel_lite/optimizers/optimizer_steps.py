@@ -54,13 +54,20 @@ def clear_gradients(optimizer: Optimizer) -> None:
         optimizer.zero_grad()
 
 
+def states_of_scaler(scaler: torch.amp.GradScaler | None) -> dict[int, dict[str, Any]] | None:
+    """Return what a gradient scaler knows of the gradients of an update, by the id of the optimizer.
+
+    torch has no public name for it, and a scaler that is disabled does not have it.
+    """
+    return getattr(scaler, "_per_optimizer_states", None)
+
+
 def forget_unscaled(scaler: torch.amp.GradScaler | None) -> None:
     """Let a gradient scaler forget that it has unscaled gradients, for an update that was not made.
 
     It would refuse to unscale the next ones, or leave them scaled.
     """
-    states = getattr(scaler, "_per_optimizer_states", None)  # which a disabled scaler does not have
-    if states is not None:
+    if (states := states_of_scaler(scaler)) is not None:
         states.clear()
 
 

@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import OptState
 from pytorch_accel_lite.base.modules.sharded_weights import are_sharded, local_shard
 from pytorch_accel_lite.distributed.accelerator import replacing_method
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
+from pytorch_accel_lite.optimizers.optimizer_steps import states_of_scaler
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import ClippingOrder, Run, TrainerLike
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import updated_parameters
@@ -44,9 +45,8 @@ def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
             accelerator, clipped, value, norm, _norm_function(trainer, clipped)
         )
         return
-    clips_twice = value is not None and norm is not None
     # Each of Accelerate's functions unscales gradients, which a scaler refuses the second time.
-    with _unscaled(trainer) if clips_twice and accelerator.scaler is not None else nullcontext():
+    with _unscaled(trainer) if accelerator.scaler is not None else nullcontext():
         if value is not None:
             accelerator.clip_grad_value_(clipped, value)
         if norm is not None:
@@ -96,7 +96,7 @@ def unscale(trainer: TrainerLike) -> None:
     accelerator, optimizer = trainer.accelerator, trainer.optimizer
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
-    states = getattr(accelerator.scaler, "_per_optimizer_states", None)  # which a disabled scaler does not have
+    states = states_of_scaler(accelerator.scaler)
     if states is not None and states[id(optimizer)]["stage"] is OptState.READY:
         accelerator.unscale_gradients(trainer.optimizer)
 
@@ -119,12 +119,8 @@ def _unscaled(trainer: TrainerLike) -> Iterator[None]:
     """Within a block, gradients are unscaled, and Accelerate's functions that clip do not unscale them again."""
     if not trainer.current_run.training_step.updates_one_by_one:  # such a step has unscaled them
         unscale(trainer)
-    with replacing_method(trainer.accelerator, "unscale_gradients", _leave_unscaled):
+    with replacing_method(trainer.accelerator, "unscale_gradients", lambda optimizer=None: None):
         yield
-
-
-def _leave_unscaled(optimizer: object = None) -> None:
-    """Stands for ``Accelerator.unscale_gradients`` while gradients are unscaled."""
 
 
 def _norm_function(trainer: TrainerLike, parameters: list[torch.nn.Parameter]) -> NormFunction:

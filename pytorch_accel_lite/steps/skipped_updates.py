@@ -7,6 +7,7 @@ A scheduler that is stepped after updates is not stepped.
 from __future__ import annotations
 
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
+from pytorch_accel_lite.optimizers.optimizer_steps import states_of_scaler
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.steps.clipping import unscale
 
@@ -41,11 +42,10 @@ def step_or_tell_scaler(trainer: TrainerLike) -> None:
     It finds its scale by overflows, and refuses gradients that it has unscaled for an update that was not made.
     """
     step, scaler = trainer.current_run.training_step, trainer.accelerator.scaler
-    # The scaler replaces what it knows of the gradients once an update has been made; one that is disabled knows none.
-    before = getattr(scaler, "_per_optimizer_states", None)
+    before = states_of_scaler(scaler)  # which it replaces once an update has been made
     if not step.skips_update:
         trainer.optimizer_step()  # if it is overridden, it may skip the update
-    is_told = getattr(scaler, "_per_optimizer_states", None) is not before
+    is_told = states_of_scaler(scaler) is not before
     if not step.skips_update or is_told or _has_no_gradients(trainer):
         return
     unscale(trainer)

@@ -13,7 +13,7 @@ from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.modules.module_modes import keep_in_eval, release_from_eval, stays_in_eval
 from pytorch_accel_lite.base.modules.unwrapping import without_compile
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.optimizers.optimizer_parts import is_created, parts_of_optimizer
+from pytorch_accel_lite.optimizers.optimizer_parts import is_created, single_optimizers
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_modules, other_optimizers
@@ -49,7 +49,7 @@ def _groups(trainer: TrainerLike) -> dict[str, dict[str, list[list[str | None]]]
     return {
         name: {
             part: [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
-            for part, optimizer in _parts(owner).items()
+            for part, optimizer in single_optimizers(owner).items()
         }
         for name, owner in _optimizers(trainer).items()
     }
@@ -65,7 +65,7 @@ def add_missing_groups(trainer: TrainerLike, saved: StateDict) -> None:
     parameters = dict(_parameters(trainer))
     for name, owner in _optimizers(trainer).items():
         for part, groups in saved.get("groups", {}).get(name, {}).items():
-            optimizer = _parts(owner).get(part)
+            optimizer = single_optimizers(owner).get(part)
             if optimizer is None:
                 continue
             for group in groups[len(optimizer.param_groups) :]:
@@ -126,7 +126,3 @@ def _roots(trainer: TrainerLike) -> dict[str, nn.Module]:
 def _optimizers(trainer: TrainerLike) -> dict[str, TrainerOptimizer]:
     own = {"optimizer": trainer.optimizer} if is_created(trainer.optimizer) else {}
     return own | other_optimizers(trainer)
-
-
-def _parts(optimizer: TrainerOptimizer) -> dict[str, TrainerOptimizer]:
-    return parts_of_optimizer(optimizer) or {"": optimizer}

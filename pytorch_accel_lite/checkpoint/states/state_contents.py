@@ -51,7 +51,7 @@ from pytorch_accel_lite.checkpoint.states.state_files import (
     read_tensors,
     read_weights,
 )
-from pytorch_accel_lite.optimizers.optimizer_parts import group_names, parts_of_optimizer, state_class_names
+from pytorch_accel_lite.optimizers.optimizer_parts import group_names, single_optimizers, state_class_names
 from pytorch_accel_lite.optimizers.param_group_options import Options, set_options
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.progress import EpochPhase
@@ -334,7 +334,7 @@ def restore_again(trainer: TrainerLike, state: TrainingState, options: Options) 
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
     saved, groups = shared["optimizer"] or {}, getattr(trainer.optimizer, "param_groups", ())
     if len(saved.get("param_groups", ())) == len(groups) == len(options):  # starting events may have added groups
-        for part in (parts_of_optimizer(trainer.optimizer) or {"": trainer.optimizer}).values():
+        for part in single_optimizers(trainer.optimizer).values():
             if isinstance(held := getattr(part, "state", None), dict):
                 held.clear()  # so that a device never holds two states
         load_state("optimizer", trainer.optimizer, saved, state.directory)
