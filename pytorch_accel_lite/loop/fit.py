@@ -54,7 +54,12 @@ def fit(
     batch_size = int(train_arguments.batch_size)  # it may be an integer of numpy; evaluations have the same
     with run.goodput.running(), entering(trainer, run, call):
         configure(trainer, run)
-        find_state_to_resume(trainer, run, resume_from)
+        lock_paths(run)
+        check_metrics(trainer, run)
+        resume_from = run.ranks.state_to_join() or resume_from  # a process that joins others begins from their state
+        note_attributes(trainer, run, is_resumed=resume_from is not None)
+        if resume_from is not None:
+            run.resumed = find_state(trainer, run.request.state_sources, resume_from)
         prepare_data(trainer, run, batch_size, train_arguments.loader_kwargs, eval_arguments.loader_kwargs)
         prepare_training(trainer, run, batch_size)
         begin_schedule(trainer, run)
@@ -81,14 +86,11 @@ def configure(trainer: TrainerLike, run: Run) -> None:
     trainer.callback_handler.configure_run(trainer, request, is_outermost=True)
     if request.auto_microbatch or request.skips_in_evaluation or request.skips_failed_batches:
         choose_inference_step(trainer, run, request)
-    if request.locked_paths:
-        _lock_paths(run)
     check_training(trainer.optimizer, trainer.accelerator, request)  # again, as callbacks may have changed it
     refuse_class("loss_func", trainer.loss_func)
-    _check_metrics(trainer, run)
 
 
-def _lock_paths(run: Run) -> None:
+def lock_paths(run: Run) -> None:
     """Keep other runs from writing to the paths that callbacks have claimed, until this run ends.
 
     Raises:
@@ -99,10 +101,11 @@ def _lock_paths(run: Run) -> None:
         for path, argument in run.request.locked_paths.items():
             run.cleanup.callback(lock_path(argument, path).release)
 
-    run.ranks.run_together(lock, only_first=True)
+    if run.request.locked_paths:
+        run.ranks.run_together(lock, only_first=True)
 
 
-def _check_metrics(trainer: TrainerLike, run: Run) -> None:
+def check_metrics(trainer: TrainerLike, run: Run) -> None:
     """Check, as far as can be known now, that the run records the metrics being watched."""
     request = run.request
     if request.scheduler_metric is not None:
@@ -112,17 +115,14 @@ def _check_metrics(trainer: TrainerLike, run: Run) -> None:
         trainer.run_history.directions = request.metrics.directions
 
 
-def find_state_to_resume(trainer: TrainerLike, run: Run, resume_from: str | os.PathLike[str] | None) -> None:
-    """Find and read the state to resume from, if any, and note which attributes the program has created by now."""
-    resume_from = run.ranks.state_to_join() or resume_from  # a process that joins others begins from their state
-    saves_states = run.request.saves_training_states or resume_from is not None
+def note_attributes(trainer: TrainerLike, run: Run, is_resumed: bool) -> None:
+    """Note which attributes of users the program has created by now, for the training states of the run."""
+    saves_states = run.request.saves_training_states or is_resumed
     if saves_states:
         check_history(trainer.run_history)
     if saves_states or run.request.paths:
         run.user_attributes.note_created(trainer)
     run.user_attributes.note_modules(trainer)
-    if resume_from is not None:
-        run.resumed = find_state(trainer, run.request.state_sources, resume_from)
 
 
 def prepare_data(
