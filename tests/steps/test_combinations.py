@@ -47,12 +47,10 @@ class Skips(TrainerCallback):
 
 SKIPS = {"callbacks": [Skips]}
 LOGICAL = {"seed": 1, "logical_processes": 3}
-NEEDS_CLOSURES, NEEDS_LOGICAL = pytest.mark.extension("closures"), pytest.mark.extension("logical")
-NEEDS_MANUAL = pytest.mark.extension("manual_optimization")
-
-
-def of_failed_batches(*values: Any, needs: Any) -> Any:
-    return pytest.param(*values, marks=[needs, pytest.mark.extension("failed_batches")])
+needs = pytest.mark.extension
+NEEDS_CLOSURES, NEEDS_LOGICAL = needs("closures"), needs("logical")
+OWN_STEPS_MAY_FAIL = needs("manual_optimization", "failed_batches")
+CLOSURES_MAY_FAIL = needs("closures", "failed_batches")
 
 
 def with_closure(**kwargs: Any) -> dict[str, Any]:
@@ -60,32 +58,40 @@ def with_closure(**kwargs: Any) -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.LBFGS(model.parameters()), **kwargs}
 
 
+def check_refused(settings: dict[str, Any], arguments: dict[str, Any], message: str) -> None:
+    """Check that a trainer with these settings refuses to train with these arguments, before its first step."""
+    trainer = make_trainer(**settings)
+    with pytest.raises(ValueError, match=message):
+        train(trainer, **arguments)
+    assert trainer.progress.step == 0
+
+
 @pytest.mark.parametrize(
     ("settings", "arguments", "message"),
     [
-        of_failed_batches(
+        pytest.param(
             {"trainer_class": OwnStep},
             SPLITS,
             "an overridden train_step .* with auto_microbatch=True",
-            needs=NEEDS_MANUAL,
+            marks=OWN_STEPS_MAY_FAIL,
         ),
-        of_failed_batches(
-            {"trainer_class": OwnStep, **SKIPS}, {}, "train_step .* SkipFailedBatchesCallback", needs=NEEDS_MANUAL
+        pytest.param(
+            {"trainer_class": OwnStep, **SKIPS}, {}, "train_step .* SkipFailedBatchesCallback", marks=OWN_STEPS_MAY_FAIL
         ),
-        of_failed_batches(
-            with_closure(), SPLITS, r"a closure \(LBFGS\) does not work with auto_microbatch=True", needs=NEEDS_CLOSURES
+        pytest.param(
+            with_closure(),
+            SPLITS,
+            r"a closure \(LBFGS\) does not work with auto_microbatch=True",
+            marks=CLOSURES_MAY_FAIL,
         ),
-        of_failed_batches(with_closure(**SKIPS), {}, "a closure .* SkipFailedBatchesCallback", needs=NEEDS_CLOSURES),
+        pytest.param(with_closure(**SKIPS), {}, "a closure .* SkipFailedBatchesCallback", marks=CLOSURES_MAY_FAIL),
         pytest.param(
             with_closure(trainer_class=OwnStep), {}, "a closure .* an overridden train_step", marks=NEEDS_CLOSURES
         ),
     ],
 )
 def test_conflicting_features_are_refused_before_training(settings, arguments, message):
-    trainer = make_trainer(**settings)
-    with pytest.raises(ValueError, match=message):
-        train(trainer, **arguments)
-    assert trainer.progress.step == 0
+    check_refused(settings, arguments, message)
 
 
 @NEEDS_LOGICAL
@@ -99,7 +105,7 @@ def test_conflicting_features_are_refused_before_training(settings, arguments, m
     ],
 )
 def test_features_unsupported_by_logical_processes_are_refused(settings, message):
-    test_conflicting_features_are_refused_before_training({**LOGICAL, **settings}, {}, message)
+    check_refused({**LOGICAL, **settings}, {}, message)
 
 
 @pytest.mark.parametrize(
@@ -151,9 +157,9 @@ def test_logical_processes_in_tensor_parallelism_are_refused(two_ranks):
 @pytest.mark.parametrize(
     ("settings", "arguments", "other"),
     [
-        of_failed_batches({}, SPLITS, "auto_microbatch=True", needs=NEEDS_CLOSURES),
-        of_failed_batches(SKIPS, {}, "SkipFailedBatchesCallback", needs=NEEDS_CLOSURES),
-        pytest.param(LOGICAL, {}, "logical_processes", marks=[NEEDS_CLOSURES, NEEDS_LOGICAL]),
+        pytest.param({}, SPLITS, "auto_microbatch=True", marks=CLOSURES_MAY_FAIL),
+        pytest.param(SKIPS, {}, "SkipFailedBatchesCallback", marks=CLOSURES_MAY_FAIL),
+        pytest.param(LOGICAL, {}, "logical_processes", marks=needs("closures", "logical")),
     ],
 )
 def test_gradients_are_not_recomputed_where_it_does_not_work(settings, arguments, other):
@@ -172,10 +178,7 @@ def test_gradients_are_not_recomputed_where_it_does_not_work(settings, arguments
 )
 def test_without_any_kind_of_step_the_error_names_the_extension(monkeypatch, settings, message):
     monkeypatch.setattr(step_choice, "STEP_KINDS", [])
-    trainer = make_trainer(**settings)
-    with pytest.raises(ValueError, match=message):
-        train(trainer)
-    assert trainer.progress.step == 0
+    check_refused(settings, {}, message)
 
 
 def kinds_of_steps(kind: type[Step] = Step) -> set[Any]:
