@@ -21,11 +21,12 @@ from accelerate.state import AcceleratorState
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from tests.launching import ROOT, SOAK, EarlyCopy, EarlyFork
+from tests.networks import two_machines
 from tests.rank_pool import RankPool
 from tests.small_models import fake_clock
 
 # Fixtures that take long to create.
-EXPENSIVE = ["job", "ancestors", "exchange", "fresh", "offered", "runs", "uninterrupted"]
+EXPENSIVE = ["job", "ancestor_schedules", "exchange", "fresh", "offered", "runs", "uninterrupted"]
 
 EXTENSIONS = ROOT / "pytorch_accel_lite" / "extensions"
 MEMORY = Path("/dev/shm")
@@ -217,6 +218,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder that is the working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def network() -> Iterator[None]:
+    """Two network namespaces with a cable between them, as two machines."""
+    with two_machines():
+        yield
 
 
 @pytest.fixture

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from contextlib import redirect_stdout
+from importlib.metadata import version
 from io import StringIO
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -16,6 +18,8 @@ from pytorch_accel_lite.data import OwnShard
 from tests.ranks import rank as own_rank
 from tests.ranks import world_size
 from tests.small_models import float64_data, weights
+
+BATCHES = 9  # in an epoch of 26 samples, see train_on()
 
 
 class Shelf(IterableDataset):
@@ -167,6 +171,16 @@ class Sums(Trainer):
 
     def calculate_train_batch_loss(self, batch):
         return {"loss": self.model(batch).square().mean(), "batch_size": len(batch)}
+
+
+def require(kind: str) -> None:
+    """Skip a test of a kind of stream that the installed libraries do not have, or not well enough."""
+    if kind != "shelf":
+        pytest.importorskip("datasets")
+    if kind not in ("shelf", "shuffled") and int(version("datasets").partition(".")[0]) < 5:
+        pytest.skip("datasets before 5.0 skips samples when it returns to a position, so it is read again")
+    if kind in ("loader", "workers"):
+        pytest.importorskip("torchdata.stateful_dataloader")
 
 
 def train_on(kind: str, folder: Any = None, resume_from: Any = None, batch_size: int = 3, size: int = 26) -> Any:

@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -25,64 +23,15 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
-    TensorDataset,
 )
 
-from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.extending import SHARED_DATA_CHECKS
 from tests.launching import two_are_enough
+from tests.own_loaders import MeanOfTargets, Seen, numbers, trained_on
 from tests.ranks import OrderedStream, rank, world_size
 from tests.small_models import Rows, changed_manifest, make_data, make_trainer, train
 from tests.streams import SavesEachUpdate, mixed, shuffled
-
-
-def numbers(size: int = 16) -> TensorDataset:
-    x = torch.arange(float(size))[:, None]
-    return TensorDataset(x, x.clone())
-
-
-class MeanOfTargets(nn.Module):
-    """A loss whose mean shows how often each sample was used."""
-
-    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return targets.mean() + 0 * outputs.sum()
-
-
-class Seen(TrainerCallback):
-    """Keeps the samples of each epoch."""
-
-    saves_attributes = False  # those of a run alone
-
-    def __init__(self) -> None:
-        self.epochs: list[Any] = []
-
-    def on_train_epoch_start(self, trainer, **kwargs):
-        self.epochs.append([])
-
-    def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
-        if batch_output["batch_size"]:
-            self.epochs[-1] += batch[0].flatten().int().tolist()
-
-
-def trained_on(data: Any, make_loader: Callable[..., Any], num_epochs: int = 2, **kwargs: Any) -> Any:
-    """The samples of this process in each epoch and the loss of an evaluation, or the error."""
-
-    class OwnLoader(Trainer):
-        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
-            return make_loader(self.train_dataset)
-
-        def create_eval_dataloader(self, batch_size, eval_dl_kwargs=None):
-            return make_loader(self.eval_dataset)
-
-    model, seen = nn.Linear(1, 1), Seen()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = OwnLoader(model, MeanOfTargets(), optimizer, callbacks=[seen], **kwargs)
-    try:
-        trainer.train(data, num_epochs, eval_dataset=data)
-    except ValueError as error:
-        return str(error)
-    return seen.epochs, trainer.run_history.get_latest_metric("eval_loss_epoch")
 
 
 class OwnBatches(BatchSampler):
@@ -144,19 +93,6 @@ class ReadsAhead(DataLoader[Any]):
 
 
 NAMES_OF_PARTS = [("num_replicas", "rank"), ("num_processes", "process_index"), ("_world_size", "_rank")]
-
-
-class Transformed(Dataset[Any]):
-    """A dataset of the user's own around another."""
-
-    def __init__(self, data: Any) -> None:
-        self.parts = {"of it": data}
-
-    def __len__(self) -> int:
-        return len(self.parts["of it"])
-
-    def __getitem__(self, index: int) -> Any:
-        return self.parts["of it"][index]
 
 
 def configured(**options: Any) -> Accelerator:

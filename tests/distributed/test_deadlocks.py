@@ -16,19 +16,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.extending import OBSERVERS
+from tests.deadlocks import DATA, HOW, on_rank_1, train
 from tests.launching import in_forks
 from tests.ranks import rank, shared_folder
-from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
-
-DATA = float64_data(16)
-HOW: dict[str, Any] = {"num_epochs": 2, "per_device_batch_size": 2}
-
-
-def on_rank_1(event: str, action: Callable[[Any], Any], update: int = 0) -> Any:
-    """A callback that calls something on rank 1 alone, after an update."""
-    is_due = lambda trainer: rank() == 1 and trainer.progress.update >= update  # noqa: E731
-    return listener(**{event: lambda trainer, **_: action(trainer) if is_due(trainer) else None})
-
+from tests.small_models import adamw_trainer, equal_weights, float64_model, listener, weights
 
 # ------------------------------------------------------------------------------------- different calls that meet
 
@@ -98,16 +89,6 @@ def test_different_calls_outside_of_runs_are_not_paired(two_ranks):
         assert "rank 0: in save_checkpoint(), called by <lambda>" in saved
         assert "rank 1: in train(), called by <lambda>" in saved
         assert "call='evaluate()' on rank 1, but call='train()' on rank 0" in evaluated
-
-
-def train(model: nn.Module | None = None, kind: type[Trainer] = Trainer, callbacks: Any = ()) -> None:
-    model = float64_model() if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    kind(model, nn.MSELoss(), optimizer, callbacks=callbacks, seed=0).train(DATA, **HOW)
-
-
-def fails_on_rank_1(trainer: Any) -> None:
-    raise OSError("no disk")
 
 
 # -------------------------------------------------------------------------------------------- a process that is lost

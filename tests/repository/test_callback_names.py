@@ -19,7 +19,7 @@ import pytest
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.run.events import events_between
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from tests.repository.test_structure import FILES, PACKAGE, PUBLIC_PATHS, parsed
+from tests.repository.package_files import FILES, PACKAGE, PUBLIC_PATHS, parsed
 
 pytestmark = pytest.mark.xdist_group("parsed")  # the files are parsed once
 

@@ -19,10 +19,10 @@ from pytorch_accel_lite.extension_names import NEEDED, OFFERED
 from pytorch_accel_lite.run.run import TrainerLike
 from tests import interface
 from tests.launching import ROOT
+from tests.repository.package_files import FILES, PACKAGE, PUBLIC_PATHS, parsed
 
 pytestmark = pytest.mark.xdist_group("parsed")  # the files are parsed once
 
-PACKAGE = ROOT / "pytorch_accel_lite"
 #: What the facade consists of: it may import extensions, each file an extension once.
 FACADE = {
     "pytorch_accel_lite",
@@ -45,29 +45,6 @@ LAYERS = (
 )  # fmt: skip
 #: So that editors know what an event is passed.
 EXCEPTIONS = {("pytorch_accel_lite.run.events", "pytorch_accel_lite.trainer")}
-PUBLIC_PATHS = {
-    "checking",
-    "ema",
-    "experiment",
-    "extending",
-    "finetuning",
-    "integrations",
-    "placeholders",
-    "plotting",
-    "run_config",
-    "tracking",
-    "utils",
-    *(f"extension_tools.{path.stem}" for path in (PACKAGE / "extension_tools").glob("[a-z]*.py")),
-}
-FILES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in sorted(PACKAGE.rglob("*.py"))
-}
-
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
 
 
 @cache
@@ -254,6 +231,15 @@ def test_each_test_file_has_a_docstring_and_no_long_name():
         text = path.read_text()
         assert text.startswith('"""') or path.name == "__init__.py", path
         assert max(map(len, re.findall(r"def (test_\w+)", text)), default=0) <= 60, path
+
+
+def test_no_test_file_imports_another():
+    """What several of them share is in a helper, see ``tests/README.md``."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                imported = f"{getattr(node, 'module', '')}.{'.'.join(alias.name for alias in node.names)}"
+                assert not re.search(r"\btest_", imported), (path, node.lineno)
 
 
 def test_the_readme_of_the_tests_names_each_helper():

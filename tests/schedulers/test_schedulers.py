@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,56 +10,17 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
 
-from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite import TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.extending import SCHEDULE_RECREATION
 from pytorch_accel_lite.schedulers import SchedulerBase, StatefulSchedulerBase
 from pytorch_accel_lite.schedulers.schedule_arguments import NAMED_SCHEDULES
 from tests.launching import some_of
+from tests.schedules import check_refused_before_training, make_optimizer, run, saved_run
 from tests.scripts.resumable import CopyStates
 from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model, make_data, make_model, weights
 
 P = TrainerPlaceholderValues
-
-
-def make_optimizer(*rates: float, **kwargs: Any) -> torch.optim.Optimizer:
-    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (0.1, 0.3)]
-    return torch.optim.SGD(groups, **kwargs)
-
-
-def rates(scheduler: SchedulerBase, updates: int = 50) -> list[Any]:
-    return [scheduler.get_updated_values(n) for n in range(updates)]
-
-
-class Noting(TrainerCallback):
-    """Records the learning rate of each update, and the weights after it."""
-
-    def __init__(self) -> None:
-        self.rates: list[float] = []
-        self.weights: dict[int, dict[str, torch.Tensor]] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}  # it notes what this process does
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-    def on_optimizer_step_start(self, trainer, **kwargs):
-        self.rates.append(trainer.optimizer.param_groups[0]["lr"])
-
-    def on_train_step_end(self, trainer, **kwargs):
-        self.weights[trainer.progress.update] = weights(trainer.get_model())
-
-
-def run(factory: Any, *callbacks: Any, epochs: int | None = 4, seed: int | None = 5, **kwargs: Any) -> Any:
-    """Train for epochs of 3 updates; data are in order, the optimizer has a state."""
-    model, noting = make_model(), Noting()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    trainer: Any = Trainer(model, nn.MSELoss(), optimizer, callbacks=[noting, *callbacks], seed=seed)
-    trainer.noting = noting
-    data = {"train_dataset": make_data(6), "train_dataloader_kwargs": {"shuffle": False}, "per_device_batch_size": 2}
-    trainer.train(num_epochs=epochs, create_scheduler_fn=factory, **(data | kwargs))
-    return trainer
 
 
 # ------------------------------------------------------------------------------------------------ by name
@@ -85,10 +45,7 @@ def run(factory: Any, *callbacks: Any, epochs: int | None = 4, seed: int | None 
     ],
 )
 def test_invalid_schedule_names_and_warm_ups_are_named(arguments, error, message):
-    trainer = adamw_trainer(make_model())
-    with pytest.raises(error, match=message):
-        trainer.train(make_data(6), 1, **arguments)
-    assert trainer.progress.update == 0
+    check_refused_before_training(arguments, error, message)
 
 
 def test_without_its_extension_a_name_is_an_error_that_says_so(monkeypatch):
@@ -139,12 +96,6 @@ def test_scheduler_values_may_be_single_per_group_or_none():
 
 
 # ------------------------------------------------------------------------------------------ states
-
-
-def saved_run(folder: Path, factory: Any, *callbacks: Any, resume_from: Any = None, **kwargs: Any) -> Any:
-    """A run that saves a training state after each update, in ``folder/states``."""
-    saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1, save_at_end=False)
-    return run(factory, saving, *callbacks, resume_from=resume_from, **kwargs)
 
 
 def test_a_schedule_for_other_epochs_needs_an_extension(tmp_path, monkeypatch):

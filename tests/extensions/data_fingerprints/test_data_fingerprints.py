@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, TensorDataset, random_split
 
 from pytorch_accel_lite.extensions.data_fingerprints import compare_fingerprints, fingerprint_of
-from tests.data.test_consistency import Transformed, numbers, trained_on
+from tests.own_loaders import Transformed, numbers, trained_on
 from tests.ranks import rank, world_size
 from tests.small_models import Stream, adamw_trainer
 

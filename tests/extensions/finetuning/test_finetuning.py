@@ -17,6 +17,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.finetuning import Layer, LayerGroup, ModelFreezer, layer_group_parameters, stays_in_eval
 from tests import ancestor as ancestors
+from tests.extensions.finetuning.groups_of_layers import model_to_unfreeze, trained
 from tests.launching import only_with_soak, two_are_enough
 from tests.ranks import IN_ORDER, global_batch
 from tests.small_models import (
@@ -29,14 +30,6 @@ from tests.small_models import (
     train,
     weights,
 )
-
-
-def model_to_unfreeze() -> nn.Module:
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(nn.Linear(5, 6), nn.Tanh()), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
-    torch.set_rng_state(state)
-    return model.double()
 
 
 class Nested(nn.Module):
@@ -78,10 +71,6 @@ MODELS = {
     "resnet": lambda: copy.deepcopy(residual()),
 }
 INDICES = [{}, {"from_index": 1, "to_index": 1}, {"from_index": 0, "to_index": -1}, {"to_index": 0}, {"from_index": -2}]
-
-
-def trained(model: nn.Module) -> list[str]:
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 @pytest.fixture(scope="module")

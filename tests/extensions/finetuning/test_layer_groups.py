@@ -13,6 +13,7 @@ from torch import nn
 from pytorch_accel_lite.finetuning import ModelFreezer, layer_group_parameters
 from tests import ancestor as ancestors
 from tests.adapters import SIZES, bert, rows, with_lora
+from tests.extensions.finetuning.groups_of_layers import in_groups
 from tests.small_models import adamw_trainer
 
 transformers = pytest.importorskip("transformers")
@@ -83,11 +84,6 @@ GROUPS = {
 def modules(model: nn.Module, **kwargs: Any) -> list[str]:
     """The modules of each group, as the freezer shows them."""
     return [line.split(maxsplit=2)[2] for line in repr(ModelFreezer(model, **kwargs)).splitlines()[1:]]
-
-
-def in_groups(model: nn.Module) -> list[set[str]]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return [{names[p] for p in group["params"]} for group in layer_group_parameters(model, lr=1.0)]
 
 
 @pytest.mark.slow

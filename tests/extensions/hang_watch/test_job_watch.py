@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from tests.distributed.test_deadlocks import DATA, fails_on_rank_1, on_rank_1, train
+from tests.deadlocks import DATA, fails_on_rank_1, on_rank_1, train
 from tests.launching import in_forks, some_of
 from tests.ranks import rank
 from tests.small_models import float64_model, listener
@@ -67,9 +67,7 @@ def test_processes_in_different_calls_report_and_end(tmp_path, monkeypatch, case
     assert re.search(
         r"Rank \d has waited for the other processes for \d+ seconds:\n  rank 0 waits, epoch 1, step \d", said
     )
-    assert re.search(
-        r"rank 0 waits.* in train\(\), called by train of test_deadlocks.py:\d+ \(in the backward pass, ", said
-    )
+    assert re.search(r"rank 0 waits.* in train\(\), called by train of deadlocks.py:\d+ \(in the backward pass, ", said)
     assert re.search(r"\n  rank 1 waits, epoch 1, step \d", said)
     assert "All processes wait, but in different calls, so none can go on." in said
     assert "The job ends with exit code 75." in said
@@ -83,7 +81,7 @@ def test_a_rank_that_swallows_its_error_ends_the_job(tmp_path, monkeypatch):
     said = output.read_text()
     assert 0 not in codes, said
     assert "left the run" in said
-    assert "OSError: no disk, in fails_on_rank_1 of test_deadlocks.py:" in said or "exit code 75" in said
+    assert "OSError: no disk, in fails_on_rank_1 of deadlocks.py:" in said or "exit code 75" in said
 
 
 @pytest.mark.processes
@@ -117,7 +115,7 @@ def test_a_rank_that_works_for_long_is_named_only(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("leave", "words"), [
     (lambda trainer: sys.exit(0), r"Rank 1 has left the run: SystemExit: 0, in <lambda> of test_job_watch.py:\d+\."),
     (lambda trainer: os._exit(0), r"The process of rank 1 has ended without a word: it was killed, or called os._exit"),
-    (fails_on_rank_1, r"Rank 1 has left the run: OSError: no disk, in fails_on_rank_1 of test_deadlocks.py:\d+\."),
+    (fails_on_rank_1, r"Rank 1 has left the run: OSError: no disk, in fails_on_rank_1 of deadlocks.py:\d+\."),
 ], ids=["sys.exit", "os._exit", "error"])  # fmt: skip
 @pytest.mark.parametrize("event", ["on_train_step_start", "on_train_epoch_end"])  # in the backward pass, or not
 def test_the_others_say_which_process_has_left_and_why(tmp_path, leave, words, event):

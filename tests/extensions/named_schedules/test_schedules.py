@@ -17,15 +17,20 @@ from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler, ScheduleName, WSDLrScheduler
 from pytorch_accel_lite.schedulers.wsd_scheduler import DECAYS, estimate_checkpoint_steps
-from tests.extensions.named_schedules import test_cosine as of_cosine
-from tests.extensions.named_schedules.test_cosine import COSINE, WSD_CASES, rates_of_layers
-from tests.schedulers import test_schedulers as of_schedules
-from tests.schedulers.test_schedulers import make_optimizer, rates, run, saved_run
+from tests.extensions.named_schedules.both_schedules import (
+    COSINE,
+    WSD_CASES,
+    check_ends_with_the_run,
+    check_refused,
+    check_state_is_plain_and_small,
+    check_updates_have_the_rates_of_the_schedule,
+    rates_of_layers,
+)
+from tests.schedules import check_refused_before_training, make_optimizer, rates, run, saved_run
 from tests.small_models import Stream, equal_weights, make_data, weights
 
 P = TrainerPlaceholderValues
 WSD = partial(WSDLrScheduler, total_steps=20)
-ancestors = of_cosine.ancestors  # a fixture
 
 
 @pytest.mark.parametrize("warmup", [0, 1])
@@ -42,8 +47,8 @@ def test_a_base_rate_below_the_smallest_rate_is_not_raised(warmup):
 
 
 @pytest.mark.parametrize("case", range(len(WSD_CASES)))
-def test_wsd_has_the_periods_and_rates_of_the_ancestor(ancestors, case):
-    theirs = ancestors["wsd"][case]
+def test_wsd_has_the_periods_and_rates_of_the_ancestor(ancestor_schedules, case):
+    theirs = ancestor_schedules["wsd"][case]
     scheduler = WSDLrScheduler(make_optimizer(), **WSD_CASES[case])
     assert scheduler.get_checkpoint_steps() == theirs["steps"]
     assert scheduler.get_decay_info() == theirs["decays"]
@@ -51,12 +56,12 @@ def test_wsd_has_the_periods_and_rates_of_the_ancestor(ancestors, case):
         assert own == pytest.approx(other, rel=1e-12)
 
 
-def test_states_of_the_ancestor_are_read(ancestors):
+def test_states_of_the_ancestor_are_read(ancestor_schedules):
     scheduler = CosineLrScheduler(make_optimizer(), **COSINE)
-    scheduler.load_state_dict(ancestors["cosine"][0]["state"])
-    assert scheduler.num_updates == ancestors["cosine"][0]["state"]["num_updates"]
+    scheduler.load_state_dict(ancestor_schedules["cosine"][0]["state"])
+    assert scheduler.num_updates == ancestor_schedules["cosine"][0]["state"]["num_updates"]
     assert scheduler.get_last_lr() == scheduler.get_updated_values(scheduler.num_updates)
-    state = ancestors["wsd"][0]["state"]
+    state = ancestor_schedules["wsd"][0]["state"]
     begun = WSDLrScheduler(make_optimizer(1.0, 2.0), total_steps=20)
     begun.step()
     with pytest.warns(UserWarning, match="does not save the schedule's position: it continues from update 1"):
@@ -142,10 +147,10 @@ def test_without_a_decay_the_rate_stays_stable():
     assert {scheduler.get_phase_info(n)["phase"] for n in range(20)} == {"warmup", "stable"}
 
 
-def test_the_warm_up_of_wsd_is_a_hundredth_of_the_run_by_default(ancestors):
+def test_the_warm_up_of_wsd_is_a_hundredth_of_the_run_by_default(ancestor_schedules):
     scheduler = WSDLrScheduler(make_optimizer(), total_steps=1000, num_warmup_steps=None)
     assert scheduler.num_warmup_steps == 10
-    for own, other in zip(rates(scheduler), ancestors["default warm-up"], strict=True):
+    for own, other in zip(rates(scheduler), ancestor_schedules["default warm-up"], strict=True):
         assert own == pytest.approx(other, rel=1e-12)
 
 
@@ -287,15 +292,15 @@ def test_all_decay_shapes_go_from_the_base_to_the_minimum():
 )
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_each_update_uses_the_rate_of_its_scheduler_step(create, accumulation):
-    of_cosine.test_each_update_uses_the_rate_of_its_scheduler_step(create, accumulation)
+    check_updates_have_the_rates_of_the_schedule(create, accumulation)
 
 
 def test_a_schedule_ends_with_a_run_limited_to_some_updates():
-    of_cosine.test_a_schedule_ends_with_a_run_limited_to_some_updates(WSDLrScheduler, 0.01 * 0.1)
+    check_ends_with_the_run(WSDLrScheduler, 0.01 * 0.1)
 
 
 def test_a_state_is_plain_and_small():
-    of_cosine.test_a_state_is_plain_and_small(WSD)
+    check_state_is_plain_and_small(WSD)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +344,7 @@ def test_a_state_is_plain_and_small():
     ],
 )
 def test_schedules_refuse_bad_rates_and_lengths(create, kwargs, error, message):
-    of_cosine.test_schedules_refuse_bad_rates_and_lengths(create, kwargs, error, message)
+    check_refused(create, kwargs, error, message)
 
 
 @pytest.mark.parametrize(
@@ -364,4 +369,4 @@ def test_schedules_refuse_bad_rates_and_lengths(create, kwargs, error, message):
 )
 def test_invalid_arguments_for_a_schedule_by_name_are_named(arguments, error, message):
     arguments = {"create_scheduler_fn": "wsd", **arguments}
-    of_schedules.test_invalid_schedule_names_and_warm_ups_are_named(arguments, error, message)
+    check_refused_before_training(arguments, error, message)

@@ -14,7 +14,7 @@ from pytorch_accel_lite.callbacks import RunPausedError, WSDCheckpointCallback
 from pytorch_accel_lite.schedulers import WSDLrScheduler
 from tests.launching import some_of
 from tests.ranks import IN_ORDER, global_batch, shared_folder
-from tests.schedulers.test_schedulers import run, saved_run
+from tests.schedules import run, saved_run
 from tests.small_models import (
     adamw_trainer,
     equal_weights,

@@ -7,9 +7,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite.data import ShuffledStream
-from tests.extensions.streams.test_stateful_sources import BATCHES, require
 from tests.small_models import equal_weights, same_bits
-from tests.streams import Shelf, train_on
+from tests.streams import BATCHES, Shelf, require, train_on
 
 
 def given(stream):

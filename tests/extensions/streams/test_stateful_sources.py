@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,22 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import StepBasedEvaluationCallback
 from tests.launching import SOAK, only_with_soak
 from tests.small_models import equal_weights, listener, same_bits
-from tests.streams import Forgetful, Keeps, SavesEachUpdate, Shelf, Sums, hugging_face, mixed, rows, shuffled, train_on
+from tests.streams import (
+    BATCHES,
+    Forgetful,
+    Keeps,
+    SavesEachUpdate,
+    Shelf,
+    Sums,
+    hugging_face,
+    mixed,
+    require,
+    rows,
+    shuffled,
+    train_on,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
-BATCHES = 9  # in an epoch of 26 samples
 
 
 class Shuffled(Forgetful):
@@ -29,15 +40,6 @@ class Shuffled(Forgetful):
     def __iter__(self):
         order = torch.randperm(len(self.numbers)).tolist()
         return (torch.tensor([float(self.numbers[place]), 0.0]) for place in order)
-
-
-def require(kind: str) -> None:
-    if kind != "shelf":
-        pytest.importorskip("datasets")
-    if kind not in ("shelf", "shuffled") and int(version("datasets").partition(".")[0]) < 5:
-        pytest.skip("datasets before 5.0 skips samples when it returns to a position, so it is read again")
-    if kind in ("loader", "workers"):
-        pytest.importorskip("torchdata.stateful_dataloader")
 
 
 def test_a_stream_with_a_state_for_its_loader_only_is_reread(tmp_path):

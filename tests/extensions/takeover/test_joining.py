@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_machines import ADDRESSES, ip, namespace, network  # noqa: F401
-from tests.extensions.takeover.test_takeover import (
+from tests.extensions.takeover.jobs import (
     ALL,
     LAUNCH,
     PROGRAM,
@@ -31,6 +30,7 @@ from tests.extensions.takeover.test_takeover import (
     report,
 )
 from tests.launching import CAN_SHARD, PATIENCE, ROOT, TORCHRUN, WarmPython, environment, only_with_soak
+from tests.networks import ADDRESSES, ip, namespace
 
 pytestmark = [pytest.mark.programs, pytest.mark.processes]
 
@@ -177,7 +177,7 @@ def send_all(number: int) -> None:
 
 @only_with_soak
 @pytest.mark.parametrize("how", ["link", "packets", "frozen"])
-def test_a_disconnected_machine_rejoins(tmp_path, network, how):  # noqa: F811
+def test_a_disconnected_machine_rejoins(tmp_path, network, how):
     config = {**LONG, "samples": 1603, "pause": 0.08}
     folder, log = tmp_path / "job", tmp_path / "log"
     folder.mkdir()
@@ -211,7 +211,7 @@ def test_a_disconnected_machine_rejoins(tmp_path, network, how):  # noqa: F811
 
 @only_with_soak
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_network_cuts_do_not_change_the_results(tmp_path, network, first):  # noqa: F811
+def test_network_cuts_do_not_change_the_results(tmp_path, network, first):
     """Five cuts, or FAULTS in the environment; the first rank may be on the disconnected machine."""
     config = {**ALL, "samples": 2003, "marks": True}
     whole = undisturbed(tmp_path / "whole", **config)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pytorch_accel_lite.extensions.takeover.piggyback import Piggyback, value_of
-from tests.extensions.takeover.test_takeover import LAUNCH, end
+from tests.extensions.takeover.jobs import LAUNCH, end
 from tests.launching import WarmPython, environment
 
 PROGRAM = """

@@ -15,9 +15,8 @@ from torch.utils.data import TensorDataset
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from tests.adapters import bert, rows, with_lora
-from tests.extensions.finetuning.test_finetuning import model_to_unfreeze, trained
+from tests.extensions.finetuning.groups_of_layers import model_to_unfreeze, trained
 from tests.launching import CAN_SHARD, some_of, two_are_enough
-from tests.optimizers.test_optimizer_factories import DATA, HERE, factory, made
 from tests.ranks import IN_ORDER, global_batch
 from tests.sharded import large_model, sharding_accelerator
 from tests.small_models import (
@@ -141,13 +140,12 @@ def test_gradual_unfreezing_has_all_groups():
         model = float64_model()
         seen = []
         note = listener(on_train_epoch_end=lambda t: seen.append([p.requires_grad for p in t.get_model().parameters()]))
-        adamw_trainer(model, optimizer=make(model), callbacks=[GradualUnfreezingCallback(), note]).train(
-            DATA, 2, **HERE
-        )
+        trainer = adamw_trainer(model, optimizer=make(model), callbacks=[GradualUnfreezingCallback(), note])
+        trainer.train(float64_data(26), 2, per_device_batch_size=4, train_dataloader_kwargs=IN_ORDER)
         return weights(model), seen
 
-    found, seen = train_with(factory)
-    expected, _ = train_with(made)
+    found, seen = train_with(lambda model: partial(torch.optim.AdamW, lr=0.02))
+    expected, _ = train_with(lambda model: torch.optim.AdamW(model.parameters(), lr=0.02))
     assert equal_weights(found, expected)
     assert seen == [[False, False, True, True], [True] * 4]
 

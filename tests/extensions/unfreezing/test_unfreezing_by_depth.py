@@ -11,7 +11,7 @@ import torch
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveTrainingStateCallback
 from tests.adapters import bert, rows
-from tests.extensions.finetuning.test_layer_groups import in_groups
+from tests.extensions.finetuning.groups_of_layers import in_groups
 from tests.launching import only_with_soak
 from tests.small_models import adamw_trainer, equal_weights, largest_difference, listener, weights
 
