@@ -26,7 +26,17 @@ from tests.rank_pool import RankPool
 from tests.small_models import fake_clock
 
 # Fixtures that take long to create.
-EXPENSIVE = ["job", "ancestor_schedules", "exchange", "fresh", "offered", "runs", "uninterrupted"]
+EXPENSIVE = [
+    "job",
+    "ancestor_schedules",
+    "exchanged_files",
+    "fresh_interpreter",
+    "offered_completions",
+    "runs",
+    "uninterrupted_logs",
+    "uninterrupted_run",
+]
+OF_PROGRAMS = {"fresh_interpreter", "uninterrupted_logs", "uninterrupted_run"}  # fixtures that run one
 
 EXTENSIONS = ROOT / "pytorch_accel_lite" / "extensions"
 MEMORY = Path("/dev/shm")
@@ -96,7 +106,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.processes)
             if "ranks" in used:
                 item.add_marker(pytest.mark.soak)
-        elif "fresh" in used or "uninterrupted" in used:
+        elif OF_PROGRAMS.intersection(used):
             item.add_marker(pytest.mark.programs)
 
 

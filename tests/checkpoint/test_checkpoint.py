@@ -209,7 +209,7 @@ second.save_checkpoint(f"{folder}/ours_saved_by_the_ancestor.pt")
 
 
 @pytest.fixture(scope="module")
-def exchange(tmp_path_factory):
+def exchanged_files(tmp_path_factory):
     """A folder with a file saved by the ancestor, and one of ours that it loaded and saved again."""
     ancestor.skip_without_it()
     folder = tmp_path_factory.mktemp("exchange")
@@ -218,19 +218,19 @@ def exchange(tmp_path_factory):
     return folder
 
 
-def test_a_file_of_the_ancestor_is_loaded_with_its_optimizer(exchange):
-    theirs = torch.load(exchange / "ancestor.pt", weights_only=True)
+def test_a_file_of_the_ancestor_is_loaded_with_its_optimizer(exchanged_files):
+    theirs = torch.load(exchanged_files / "ancestor.pt", weights_only=True)
     trainer = trained(seed=1)
-    assert trainer.load_checkpoint(exchange / "ancestor.pt")["epoch"] == 2
+    assert trainer.load_checkpoint(exchanged_files / "ancestor.pt")["epoch"] == 2
     assert equal_weights(weights(trainer.model), theirs["model_state_dict"])
     assert same_bits(trainer.optimizer.state_dict(), theirs["optimizer_state_dict"])
     assert trainer.scheduler.state_dict()["_step_count"] == theirs["scheduler_state_dict"]["_step_count"]
     train(trainer)
 
 
-def test_the_ancestor_loads_our_file_with_its_optimizer(exchange):
-    ours = torch.load(exchange / "ours.pt", weights_only=True)
-    back = torch.load(exchange / "ours_saved_by_the_ancestor.pt", weights_only=True)
+def test_the_ancestor_loads_our_file_with_its_optimizer(exchanged_files):
+    ours = torch.load(exchanged_files / "ours.pt", weights_only=True)
+    back = torch.load(exchanged_files / "ours_saved_by_the_ancestor.pt", weights_only=True)
     assert equal_weights(ours["model_state_dict"], back["model_state_dict"])
     assert same_bits(ours["optimizer_state_dict"], back["optimizer_state_dict"])
     assert back["scheduler_state_dict"]["_step_count"] == ours["scheduler_state_dict"]["_step_count"]

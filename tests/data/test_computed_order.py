@@ -77,13 +77,14 @@ def test_the_computed_order_is_random():
 
 
 @pytest.fixture
-def computed(monkeypatch):
+def orders_are_computed(monkeypatch):
+    """Orders of more than ten samples are computed rather than stored."""
     monkeypatch.setattr(sample_order, "LARGEST_STORED", 10)
 
 
 @pytest.mark.parametrize("wrap", [Rows, lambda data: data], ids=["one by one", "in memory"])
 @pytest.mark.parametrize("seed", [3, None])
-def test_each_epoch_has_every_sample_once_in_another_order(computed, wrap, seed):
+def test_each_epoch_has_every_sample_once_in_another_order(orders_are_computed, wrap, seed):
     first, second = orders_of_epochs(wrap, seed)
     assert sorted(first) == sorted(second) == list(range(SIZE))
     assert first != second
@@ -101,14 +102,14 @@ def on_ranks() -> tuple[list[list[int]], list[list[int]]]:
         sample_order.LARGEST_STORED = largest
 
 
-def test_the_order_does_not_depend_on_the_number_of_processes(computed, ranks):
+def test_the_order_does_not_depend_on_the_number_of_processes(orders_are_computed, ranks):
     alone = orders_of_epochs(Rows, 3)
     for together, unseeded in ranks(on_ranks):
         assert together == alone
         assert all(sorted(epoch) == list(range(SIZE)) for epoch in unseeded)
 
 
-def test_a_run_resumes_in_the_middle_of_a_computed_order(computed, tmp_path):
+def test_a_run_resumes_in_the_middle_of_a_computed_order(orders_are_computed, tmp_path):
     seen: list[int] = []
 
     def look(trainer: Any, **kwargs: Any) -> None:

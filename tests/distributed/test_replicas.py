@@ -145,21 +145,22 @@ def drifting() -> dict[str, Any]:
 
 
 @pytest.fixture
-def found(ranks):
+def drifted(ranks):
+    """What each rank returns from trainings whose replicas drift apart."""
     return ranks(drifting)
 
 
-def test_bypassing_ddp_is_found_after_one_update(ranks, found):
+def test_bypassing_ddp_is_found_after_one_update(ranks, drifted):
     others = ", ".join(map(str, range(1, ranks.world_size)))
-    for update, _, said in (result["bare model"] for result in found):
+    for update, _, said in (result["bare model"] for result in drifted):
         assert update == 1
         assert f"'0.weight' differs on rank {others} from rank 0" in said
         assert "trainer.model was never called" in said
         assert "Call self.model(...)" in said
 
 
-def test_bypassing_ddp_in_some_steps_is_found_after_the_epoch(found):
-    for update, epoch, said in (result["bare sometimes"] for result in found):
+def test_bypassing_ddp_in_some_steps_is_found_after_the_epoch(drifted):
+    for update, epoch, said in (result["bare sometimes"] for result in drifted):
         assert (update > 1, epoch) == (True, 1)
         assert "never called" not in said
         assert "a step that calls the bare module" in said
@@ -172,16 +173,16 @@ def test_bypassing_ddp_in_some_steps_is_found_after_the_epoch(found):
     ("frozen", 1, 1, ["no longer have", "'mean' differs", "It is frozen", "register it as a buffer"]),
     ("unused", 1, 1, ["did not depend on", "'spare.weight', 'spare.bias' on rank 0", "find_unused_parameters=True"]),
 ])  # fmt: skip
-def test_parameters_whose_gradients_are_not_averaged_are_found(found, case, expected_update, expected_epoch, words):
-    for update, epoch, text in (result[case] for result in found):
+def test_parameters_whose_gradients_are_not_averaged_are_found(drifted, case, expected_update, expected_epoch, words):
+    for update, epoch, text in (result[case] for result in drifted):
         assert update == expected_update or expected_update is None
         assert epoch == expected_epoch
         assert all(word in text for word in words)
 
 
-def test_a_single_differing_bit_is_found_at_the_epochs_end(ranks, found):
+def test_a_single_differing_bit_is_found_at_the_epochs_end(ranks, drifted):
     last = ranks.world_size - 1
-    for result in found:
+    for result in drifted:
         update, epoch, said = result["one bit"]
         assert (update, epoch) == (48 // (4 * ranks.world_size), 1)
         assert f"'2.bias' differs on rank {last} from rank 0" in said
@@ -190,13 +191,13 @@ def test_a_single_differing_bit_is_found_at_the_epochs_end(ranks, found):
 
 @pytest.mark.thorough
 @two_are_enough
-def test_weights_may_differ_between_processes_on_purpose(found):
-    first, *others = (result["on purpose"] for result in found)
+def test_weights_may_differ_between_processes_on_purpose(drifted):
+    first, *others = (result["on purpose"] for result in drifted)
     assert not any(equal_weights(first, other) for other in others)
 
 
-def test_find_unused_parameters_may_be_requested(found):
-    first, *others = (result["unused, as said"] for result in found)
+def test_find_unused_parameters_may_be_requested(drifted):
+    first, *others = (result["unused, as said"] for result in drifted)
     assert all(equal_weights(first, other) for other in others)
 
 

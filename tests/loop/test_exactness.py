@@ -28,6 +28,7 @@ from tests.small_models import (
     hand_written_loop,
     largest_difference,
     listener,
+    on_one_process,
     weights,
 )
 from tests.streams import LengthBuckets
@@ -96,15 +97,11 @@ def window_gradients(accumulation: int, size: int, batch: int = 6) -> list[dict[
     return gradients
 
 
-@pytest.fixture(scope="module")
-def alone() -> Any:
-    return uneven_batches()
-
-
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 @pytest.mark.parametrize("size", [37, 30, 4])
-def test_accumulated_gradients_are_those_of_the_whole_window(alone, accumulation, size):
-    ours, expected = alone[accumulation, size]["gradients"], window_gradients(accumulation, size)
+def test_accumulated_gradients_are_those_of_the_whole_window(accumulation, size):
+    ours = on_one_process(uneven_batches)[accumulation, size]["gradients"]
+    expected = window_gradients(accumulation, size)
     assert len(ours) == len(expected)
     assert max(largest_difference(a, b) for a, b in zip(ours, expected, strict=True)) < 1e-10
 

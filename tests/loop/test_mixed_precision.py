@@ -23,7 +23,7 @@ from tests.small_models import (
 
 
 @pytest.fixture
-def bf16(no_accelerator) -> Accelerator:
+def bf16_accelerator(no_accelerator) -> Accelerator:
     """An accelerator in bf16 on the CPU."""
     return Accelerator(cpu=True, mixed_precision="bf16")
 
@@ -75,8 +75,8 @@ OWNERS = {"find_lr": "tuning", "diagnose": "tuning", "guarded training": "failed
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.extension(*filter(None, [OWNERS.get(name)]))) for name in RUNS]
 )
-def test_mixed_precision_covers_calls_beside_the_model(bf16, name):
-    trainer = make_trainer(trainer_class=WithCritic, accelerator=bf16)
+def test_mixed_precision_covers_calls_beside_the_model(bf16_accelerator, name):
+    trainer = make_trainer(trainer_class=WithCritic, accelerator=bf16_accelerator)
     seen: set[torch.dtype] = set()  # no attribute: trials restore these
     trainer.parts[0].register_forward_hook(lambda part, inputs, outputs: seen.add(outputs.dtype))
     RUNS[name](trainer)
@@ -85,7 +85,7 @@ def test_mixed_precision_covers_calls_beside_the_model(bf16, name):
     assert torch.is_autocast_cache_enabled()
 
 
-def test_a_loss_computes_in_bf16_but_weights_stay_in_float32(bf16):
+def test_a_loss_computes_in_bf16_but_weights_stay_in_float32(bf16_accelerator):
     class Distance(nn.Module):
         def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             seen.append((outputs.dtype, (outputs @ targets.T).dtype))
@@ -94,20 +94,20 @@ def test_a_loss_computes_in_bf16_but_weights_stay_in_float32(bf16):
     seen: list[Any] = []
     losses: list[torch.dtype] = []
     note = listener(on_train_step_end=lambda t, batch_output, **kwargs: losses.append(batch_output["loss"].dtype))
-    trainer = train(make_trainer([note], loss_func=Distance(), accelerator=bf16), eval_dataset=True)
+    trainer = train(make_trainer([note], loss_func=Distance(), accelerator=bf16_accelerator), eval_dataset=True)
     assert set(seen) == {(torch.float32, torch.bfloat16)}
     assert set(losses) == {torch.float32}
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
 
-def test_callbacks_and_backward_passes_are_outside_autocast(bf16):
+def test_callbacks_and_backward_passes_are_outside_autocast(bf16_accelerator):
     inside = []
 
     def note(trainer: Trainer, **kwargs: Any) -> None:
         inside.append(torch.is_autocast_enabled("cpu"))
 
     events = ("on_train_step_start", "on_backward_start", "on_train_step_end", "on_eval_step_end", "on_update_end")
-    train(make_trainer([listener(**dict.fromkeys(events, note))], accelerator=bf16), eval_dataset=True)
+    train(make_trainer([listener(**dict.fromkeys(events, note))], accelerator=bf16_accelerator), eval_dataset=True)
     assert inside
     assert not any(inside)
 
@@ -130,8 +130,8 @@ class TrainsAndUses(Trainer):
         return {"loss": self.model(batch[0]).mean() + loss + self.head(batch[0]).float().mean()}
 
 
-def test_weights_that_a_step_has_changed_are_used_as_they_are(bf16):
-    trainer = make_trainer(trainer_class=TrainsAndUses, accelerator=bf16)
+def test_weights_that_a_step_has_changed_are_used_as_they_are(bf16_accelerator):
+    trainer = make_trainer(trainer_class=TrainsAndUses, accelerator=bf16_accelerator)
     trainer.head = nn.Linear(4, 1)
     trainer.changed = []
     found: list[bool] = []
@@ -146,10 +146,10 @@ def test_weights_that_a_step_has_changed_are_used_as_they_are(bf16):
     assert all(trainer.changed)
 
 
-def test_mixed_precision_equals_a_hand_written_loop(bf16):
+def test_mixed_precision_equals_a_hand_written_loop(bf16_accelerator):
     data = make_data(12)
     ours, theirs = make_model(), make_model()
-    train(make_trainer(model=ours, accelerator=bf16), epochs=2, train_dataset=data, batch_size=4)
+    train(make_trainer(model=ours, accelerator=bf16_accelerator), epochs=2, train_dataset=data, batch_size=4)
     forward = theirs.forward
     theirs.forward = lambda x: torch.autocast("cpu", torch.bfloat16)(forward)(x).float()
     loader = torch.utils.data.DataLoader(data, 4)
@@ -204,15 +204,15 @@ def test_a_refused_precision_does_not_fix_the_accelerator(arguments, message):
         assert make_trainer(mixed_precision="bf16").accelerator.mixed_precision == "bf16"
 
 
-def test_mixed_precision_cannot_contradict_the_accelerator(bf16):
+def test_mixed_precision_cannot_contradict_the_accelerator(bf16_accelerator):
     with pytest.raises(ValueError, match=r"that of the accelerator is 'bf16'. Pass only one of them to the trainer"):
-        make_trainer(mixed_precision="no", accelerator=bf16)
+        make_trainer(mixed_precision="no", accelerator=bf16_accelerator)
 
 
-def test_without_mixed_precision_the_users_accelerator_is_shared(bf16):
+def test_without_mixed_precision_the_users_accelerator_is_shared(bf16_accelerator):
     assert make_trainer().accelerator.mixed_precision == "bf16"
     assert make_trainer(mixed_precision="no").accelerator.mixed_precision == "no"
-    assert bf16.mixed_precision == "bf16"
+    assert bf16_accelerator.mixed_precision == "bf16"
 
 
 def trained(precision: str | None, *callbacks: Any) -> tuple[Trainer, set[torch.dtype]]:

@@ -14,7 +14,7 @@ from tests.small_models import adamw_trainer, equal_weights, listener, make_data
 
 
 @pytest.fixture(autouse=True)
-def modes_of_torch() -> Iterator[None]:
+def _restore_modes_of_torch() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     yield
     torch.set_grad_enabled(True)

@@ -86,7 +86,7 @@ CURVES = [
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+def executed_notebooks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """The cells of each notebook above after it ran, and the folder of theirs."""
     own = {"launched": LAUNCHED, "errors": ERRORS, "tables": TABLES, "curves": CURVES, "pictures": PICTURES}
     notebooks = {name: [nbformat.v4.new_code_cell(source) for source in sources] for name, sources in own.items()}
@@ -116,8 +116,8 @@ def test_a_notebook_shows_its_stored_outputs(tmp_path, path):
         assert word not in text
 
 
-def test_a_run_is_one_table_in_a_notebook(ran):
-    whole, alone, failed, bars = ran[0]["tables"]
+def test_a_run_is_one_table_in_a_notebook(executed_notebooks):
+    whole, alone, failed, bars = executed_notebooks[0]["tables"]
     for cell, epochs, end in ((whole, 3, "Trained 3 epochs, 15 updates"), (failed, 3, "Failed (AssertionError)")):
         (shown,) = [output for output in cell.outputs if output.output_type == "display_data"]
         html = shown.data["text/html"]
@@ -133,8 +133,8 @@ def test_a_run_is_one_table_in_a_notebook(ran):
     assert len([output for output in bars.outputs if output.output_type != "stream"]) <= 1
 
 
-def test_errors_and_checks_fit_a_screen_of_a_notebook(ran):
-    of_forward, of_argument, check = ran[0]["errors"]
+def test_errors_and_checks_fit_a_screen_of_a_notebook(executed_notebooks):
+    of_forward, of_argument, check = executed_notebooks[0]["errors"]
     for cell, line in ((of_forward, "return self.second(self.first(x))"), (of_argument, "trainer.train(data, -3)")):
         (error,) = [output for output in cell.outputs if output.output_type == "error"]
         shown = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error.traceback))
@@ -147,22 +147,23 @@ def test_errors_and_checks_fit_a_screen_of_a_notebook(ran):
     assert re.search(r"<summary>\d+ not applicable</summary>", shown)
 
 
-def test_curves_are_drawn_in_one_place_of_a_notebook(ran):
-    (cell,) = ran[0]["curves"]
+def test_curves_are_drawn_in_one_place_of_a_notebook(executed_notebooks):
+    (cell,) = executed_notebooks[0]["curves"]
     (shown,) = [output for output in cell.outputs if "image/png" in output.get("data", {})]
     picture = base64.b64decode(shown["data"]["image/png"])
-    assert picture == (ran[1] / "curves" / "metrics.png").read_bytes()  # the last
+    assert picture == (executed_notebooks[1] / "curves" / "metrics.png").read_bytes()  # the last
 
 
-def test_outputs_that_are_pictures_are_shown_once_in_a_notebook(ran):
-    (cell,) = ran[0]["pictures"]
+def test_outputs_that_are_pictures_are_shown_once_in_a_notebook(executed_notebooks):
+    (cell,) = executed_notebooks[0]["pictures"]
     shown = [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})]
-    written = [(ran[1] / "pictures" / "outputs" / f"{name}-000005.png").read_bytes() for name in ("grey", "figure")]
+    folder = executed_notebooks[1] / "pictures" / "outputs"
+    written = [(folder / f"{name}-000005.png").read_bytes() for name in ("grey", "figure")]
     assert [*map(base64.b64decode, shown)] == written
 
 
-def test_processes_that_a_notebook_launches_show_their_progress(ran):
-    launched, again = ran[0]["launched"]
+def test_processes_that_a_notebook_launches_show_their_progress(executed_notebooks):
+    launched, again = executed_notebooks[0]["launched"]
     printed = "".join(output.text for output in launched.outputs if output.output_type == "stream")
     assert printed.count("Starting epoch 3/3") == 1
     assert "Trained 3 epochs" in printed

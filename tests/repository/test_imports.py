@@ -163,29 +163,29 @@ print(json.dumps(seen, default=list))
 
 
 @pytest.fixture(scope="module")
-def fresh() -> dict[str, Any]:
+def fresh_interpreter() -> dict[str, Any]:
     """What a fresh interpreter saw before and after importing the package and constructing trainers."""
     return json.loads(run_python(LOOK).splitlines()[-1])
 
 
 @pytest.mark.parametrize("when", ["importing", "constructing"])
-def test_importing_and_constructing_change_no_random_state(fresh, when):
-    assert fresh[f"after {when}"] == [True] * 12
+def test_importing_and_constructing_change_no_random_state(fresh_interpreter, when):
+    assert fresh_interpreter[f"after {when}"] == [True] * 12
 
 
 @pytest.mark.parametrize("when", ["importing", "constructing"])
-def test_importing_and_constructing_change_no_loggers_level(fresh, when):
-    assert fresh[f"levels after {when}"] == []
+def test_importing_and_constructing_change_no_loggers_level(fresh_interpreter, when):
+    assert fresh_interpreter[f"levels after {when}"] == []
 
 
 @pytest.mark.thorough
-def test_new_loggers_leave_level_and_handlers_to_the_user(fresh):
-    for name, (level, handlers, disabled, propagate) in fresh["levels of new loggers"].items():
+def test_new_loggers_leave_level_and_handlers_to_the_user(fresh_interpreter):
+    for name, (level, handlers, disabled, propagate) in fresh_interpreter["levels of new loggers"].items():
         assert (level, handlers, disabled, propagate) == (0, 0, False, True), name
 
 
-def test_importing_costs_only_accelerate_torch_numpy_and_tqdm(fresh):
-    packages = {name.partition(".")[0] for name in fresh["modules"]}
+def test_importing_costs_only_accelerate_torch_numpy_and_tqdm(fresh_interpreter):
+    packages = {name.partition(".")[0] for name in fresh_interpreter["modules"]}
     foreign = packages - {"pytorch_accel_lite", "accelerate", "numpy", "torch", "tqdm"} - set(sys.stdlib_module_names)
     assert not {name for name in foreign if not name.startswith("_")}
     assert "pytorch_accel_lite" in packages
@@ -209,9 +209,9 @@ def test_importing_costs_only_accelerate_torch_numpy_and_tqdm(fresh):
     ],
 )
 @pytest.mark.parametrize("when", ["modules", "all modules"])
-def test_extras_are_imported_only_when_they_are_used(fresh, package, when):
-    before = set(fresh["all modules"]) - set(fresh["modules"]) if when == "modules" else set()
-    assert not [name for name in set(fresh[when]) - before if name.partition(".")[0] == package]
+def test_extras_are_imported_only_when_they_are_used(fresh_interpreter, package, when):
+    before = set(fresh_interpreter["all modules"]) - set(fresh_interpreter["modules"]) if when == "modules" else set()
+    assert not [name for name in set(fresh_interpreter[when]) - before if name.partition(".")[0] == package]
 
 
 def test_the_package_is_marked_as_typed():

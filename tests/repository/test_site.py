@@ -120,7 +120,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
+def browser_findings(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What a browser finds on the pages and in the search."""
     if BROWSER is None:
         pytest.skip("There is no Chromium or Chrome to look at the pages with")
@@ -145,13 +145,13 @@ def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
     return json.loads(html.unescape(found[1]))
 
 
-def test_no_line_of_code_and_no_table_is_wider_than_its_column(seen):
-    assert seen["done"]
-    assert seen["wide"] == {}
+def test_no_line_of_code_and_no_table_is_wider_than_its_column(browser_findings):
+    assert browser_findings["done"]
+    assert browser_findings["wide"] == {}
 
 
 @pytest.mark.parametrize("words", SEARCHES)
-def test_the_search_finds_the_right_page_first(seen, words):
+def test_the_search_finds_the_right_page_first(browser_findings, words):
     if sphinx.version_info < (8,):
         pytest.skip("older versions of Sphinx rank the pages differently")
-    assert seen["first"][words].split("#")[0] == f"{SEARCHES[words]}.html"
+    assert browser_findings["first"][words].split("#")[0] == f"{SEARCHES[words]}.html"

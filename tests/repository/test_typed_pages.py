@@ -50,7 +50,8 @@ for batch in trainer.predict_iter(data):
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def page_programs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The code of each page as a program."""
     folder = tmp_path_factory.mktemp("programs")
     sources = {name: "\n".join(blocks(page, "python")) for name, page in PAGES.items()} | {"uses": USES}
     for name, source in sources.items():
@@ -61,9 +62,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @only_with_soak
 @pytest.mark.programs
 @pytest.mark.timeout(900)
-def test_the_programs_of_the_first_pages_pass_mypy(programs):
+def test_the_programs_of_the_first_pages_pass_mypy(page_programs):
     """With the settings of this repository, whose cache serves both: strict."""
-    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), *map(str, programs)]
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), *map(str, page_programs)]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
 
@@ -73,14 +74,14 @@ def test_the_programs_of_the_first_pages_pass_mypy(programs):
 @pytest.mark.programs
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(CHECKER is None, reason="needs pyright, or basedpyright of the extra test")
-def test_the_programs_of_the_first_pages_pass_pyright(programs):
+def test_the_programs_of_the_first_pages_pass_pyright(page_programs):
     """In its strict mode, except for a function of torch whose argument has no type."""
     settings = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT)], "reportMissingTypeStubs": False}
-    folder = programs[0].parent
+    folder = page_programs[0].parent
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [str(CHECKER), "--outputjson", "--pythonpath", sys.executable, "-p", str(folder)]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
-    assert found["summary"]["filesAnalyzed"] == len(programs)
+    assert found["summary"]["filesAnalyzed"] == len(page_programs)
     messages = [f"{Path(it['file']).name}: {it['message']}" for it in found["generalDiagnostics"]]
     assert [it for it in messages if 'Type of "manual_seed" is partially unknown' not in it] == []
 

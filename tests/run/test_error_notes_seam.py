@@ -11,7 +11,7 @@ from tests.small_models import listener, make_data, make_model, make_trainer, tr
 
 
 @pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def noted_errors(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Error, place and phase of what a function that notes them is called with, after one that fails."""
     calls: list[Any] = []
 
@@ -38,23 +38,23 @@ def fails(trainer: Any, **kwargs: Any) -> None:
         ("on_eval_step_end", [(1, 0, "evaluation"), (1, 0, "training")]),
     ],
 )
-def test_notes_on_an_error_are_asked_for_from_the_inside_out(noted, event, calls):
+def test_notes_on_an_error_are_asked_for_from_the_inside_out(noted_errors, event, calls):
     with pytest.raises(KeyError, match="mine"):
         train(make_trainer([listener(**{event: fails})]), eval_dataset=True)
-    assert noted == [(KeyError, *call) for call in calls]
+    assert noted_errors == [(KeyError, *call) for call in calls]
 
 
 @pytest.mark.parametrize(("method", "phase"), [("evaluate", "evaluation"), ("predict", "prediction")])
-def test_notes_are_asked_for_without_training_too(noted, method, phase):
+def test_notes_are_asked_for_without_training_too(noted_errors, method, phase):
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         getattr(make_trainer(model=make_model(features=5)), method)(make_data(), per_device_batch_size=2)
-    assert set(noted) == {(RuntimeError, 0, 0, phase)}
+    assert set(noted_errors) == {(RuntimeError, 0, 0, phase)}
 
 
-def test_an_interrupt_is_not_noted(noted):
+def test_an_interrupt_is_not_noted(noted_errors):
     def interrupts(trainer: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         train(make_trainer([listener(on_update_end=interrupts)]))
-    assert not noted
+    assert not noted_errors

@@ -11,6 +11,7 @@ from tests.extensions.experiment.small_experiment import FILE
 
 @pytest.fixture
 def file(tmp_path, monkeypatch) -> Path:
+    """The file of a small experiment, in the working directory."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "small.yaml"
     path.write_text(FILE)

@@ -76,7 +76,7 @@ OF_TAKEOVER = [("launch --proc", ["--processes"]), ("launch --processes 2 digits
 
 
 @pytest.fixture(scope="module")
-def offered(scripts) -> dict[str, list[str]]:
+def offered_completions(scripts) -> dict[str, list[str]]:
     """What is offered for each line, by one shell, as reading the script takes long."""
     lines = [case[0] for case in OFFERED] + [case[0] for case in OF_TAKEOVER]
     return dict(zip(lines, completions(scripts / "all", *lines), strict=True))
@@ -85,14 +85,14 @@ def offered(scripts) -> dict[str, list[str]]:
 @pytest.mark.sampled
 @pytest.mark.extension("metrics")
 @pytest.mark.parametrize(("line", "expected"), OFFERED)
-def test_completion_in_shells_offers_known_values(offered, line, expected):
-    assert offered[line] == expected
+def test_completion_in_shells_offers_known_values(offered_completions, line, expected):
+    assert offered_completions[line] == expected
 
 
 @pytest.mark.extension("takeover", "metrics")
 @pytest.mark.parametrize(("line", "expected"), OF_TAKEOVER)
-def test_completion_in_shells_offers_options_of_launch(offered, line, expected):
-    assert offered[line] == expected
+def test_completion_in_shells_offers_options_of_launch(offered_completions, line, expected):
+    assert offered_completions[line] == expected
 
 
 @pytest.mark.extension("metrics")

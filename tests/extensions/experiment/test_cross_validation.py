@@ -52,15 +52,15 @@ def saving(folder: Path, *callbacks: Any) -> Trainer:
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory) -> CrossValidation:
+def cross_validation(tmp_path_factory) -> CrossValidation:
     folder = tmp_path_factory.mktemp("folds")
     return cross_validate(saving, DATA, splitters.KFold(3), save_dir=folder, **ARGUMENTS)
 
 
 @pytest.mark.extension("metrics")
-def test_each_fold_is_trained_on_others_and_tested_on_its_own(result):
-    assert [fold.test_indices for fold in result.folds] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    fold = result.folds[1]
+def test_each_fold_is_trained_on_others_and_tested_on_its_own(cross_validation):
+    assert [fold.test_indices for fold in cross_validation.folds] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    fold = cross_validation.folds[1]
     torch.manual_seed(0)
     trainer = fold_trainer(fold.folder)
     train, test = (TensorDataset(*DATA[indices]) for indices in (fold.train_indices, fold.test_indices))
@@ -73,10 +73,10 @@ def test_each_fold_is_trained_on_others_and_tested_on_its_own(result):
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_predictions_are_in_the_order_of_the_dataset(result, tmp_path):
-    assert torch.equal(result.predictions, torch.cat([fold.predictions for fold in result.folds]))
-    errors = (result.predictions - DATA.tensors[1]).abs().flatten()
-    for fold in result.folds:
+def test_predictions_are_in_the_order_of_the_dataset(cross_validation, tmp_path):
+    assert torch.equal(cross_validation.predictions, torch.cat([fold.predictions for fold in cross_validation.folds]))
+    errors = (cross_validation.predictions - DATA.tensors[1]).abs().flatten()
+    for fold in cross_validation.folds:
         assert errors[fold.test_indices].mean().item() == pytest.approx(fold.metrics["error"], rel=1e-5)
     shuffled = splitters.KFold(3, shuffle=True, random_state=1)
     other = cross_validate(fold_trainer, DATA, shuffled, save_dir=tmp_path, **ARGUMENTS)
@@ -86,27 +86,27 @@ def test_predictions_are_in_the_order_of_the_dataset(result, tmp_path):
 
 
 @pytest.mark.extension("metrics")
-def test_metrics_have_a_mean_and_a_deviation_and_a_table(result):
-    errors = [fold.metrics["error"] for fold in result.folds]
-    assert result.mean["error"] == statistics.fmean(errors)
-    assert result.deviation["error"] == statistics.stdev(errors)
-    lines = repr(result).splitlines()
+def test_metrics_have_a_mean_and_a_deviation_and_a_table(cross_validation):
+    errors = [fold.metrics["error"] for fold in cross_validation.folds]
+    assert cross_validation.mean["error"] == statistics.fmean(errors)
+    assert cross_validation.deviation["error"] == statistics.stdev(errors)
+    lines = repr(cross_validation).splitlines()
     assert lines[0] == (
         "Cross-validation: 3 folds of 12 samples by KFold(n_splits=3, random_state=None, shuffle=False)"
     )
     assert lines[1].split() == ["fold", "train", "test", "error", "evaluation_loss"]
     assert [line.split()[0] for line in lines[2:]] == ["fold-1", "fold-2", "fold-3", "mean", "deviation"]
     assert lines[2].split()[1:3] == ["8", "4"]
-    assert lines[5].split()[-1] == f"{result.mean['evaluation_loss']:.4f}"
-    table = result.to_dataframe()
+    assert lines[5].split()[-1] == f"{cross_validation.mean['evaluation_loss']:.4f}"
+    table = cross_validation.to_dataframe()
     assert table.index.tolist() == ["fold-1", "fold-2", "fold-3"]
     assert table["error"].tolist() == errors
 
 
 @pytest.mark.extension("metrics")
-def test_columns_that_do_not_fit_the_terminal_follow_below(result, monkeypatch):
+def test_columns_that_do_not_fit_the_terminal_follow_below(cross_validation, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    lines = repr(result).splitlines()[1:]
+    lines = repr(cross_validation).splitlines()[1:]
     assert all(len(line) <= 40 for line in lines)
     assert [line.split()[0] for line in lines if line].count("fold-1") == 2
 
@@ -154,7 +154,7 @@ def test_incomplete_splitters_have_predictions_by_fold(splitter, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_a_killed_cross_validation_continues_to_the_same_bits(result, tmp_path, capsys):
+def test_a_killed_cross_validation_continues_to_the_same_bits(cross_validation, tmp_path, capsys):
     # A run has 8 updates in its 2 epochs; the 3rd kill comes before any state of its fold has been saved.
     for step, fold in ((5, "fold-1"), (3, "fold-2"), (1, "fold-3")):
 
@@ -167,14 +167,14 @@ def test_a_killed_cross_validation_continues_to_the_same_bits(result, tmp_path, 
         assert run_forked(killed).returncode == -signal.SIGKILL
     capsys.readouterr()
     found = cross_validate(saving, DATA, splitters.KFold(3), save_dir=tmp_path, resume=True, **ARGUMENTS)
-    assert [fold.metrics for fold in found.folds] == [fold.metrics for fold in result.folds]
-    assert torch.equal(found.predictions, result.predictions)
+    assert [fold.metrics for fold in found.folds] == [fold.metrics for fold in cross_validation.folds]
+    assert torch.equal(found.predictions, cross_validation.predictions)
     assert re.findall(r"(fold-\d) is finished: skipped", capsys.readouterr().out) == ["fold-1", "fold-2"]
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_a_fold_whose_training_is_paused_is_not_tested_yet(result, tmp_path):
+def test_a_fold_whose_training_is_paused_is_not_tested_yet(cross_validation, tmp_path):
     def pauses(folder: Path) -> Trainer:
         return saving(folder, *([raises_at(3, RunPausedError("The time is up."))] if folder.name == "fold-2" else []))
 
@@ -182,7 +182,7 @@ def test_a_fold_whose_training_is_paused_is_not_tested_yet(result, tmp_path):
         cross_validate(pauses, DATA, splitters.KFold(3), save_dir=tmp_path, **ARGUMENTS)
     assert sorted(path.parent.name for path in tmp_path.glob("*/fold.json")) == ["fold-1"]
     found = cross_validate(saving, DATA, splitters.KFold(3), save_dir=tmp_path, resume=True, **ARGUMENTS)
-    assert [fold.metrics for fold in found.folds] == [fold.metrics for fold in result.folds]
+    assert [fold.metrics for fold in found.folds] == [fold.metrics for fold in cross_validation.folds]
 
 
 @pytest.mark.extension("metrics")

@@ -70,21 +70,21 @@ def runs(tmp_path_factory) -> dict[str, Trainer]:
 
 
 @pytest.fixture
-def compared(runs) -> RunComparison:
+def comparison(runs) -> RunComparison:
     return compare_runs(runs)
 
 
 @pytest.mark.extension("monitoring", "reports", "metrics")
-def test_each_run_is_found_with_its_best_metrics(runs, compared):
-    assert [run.name for run in compared.runs] == ["adam-2", "adam-10", "sgd", "script", "states"]
-    assert list(map(str, compared.metrics)) == ["eval_loss_epoch (min)", "r2 (max)", "train_loss_epoch (last)"]
-    for row, trainer in zip(compared.rows(), runs.values(), strict=True):
+def test_each_run_is_found_with_its_best_metrics(runs, comparison):
+    assert [run.name for run in comparison.runs] == ["adam-2", "adam-10", "sgd", "script", "states"]
+    assert list(map(str, comparison.metrics)) == ["eval_loss_epoch (min)", "r2 (max)", "train_loss_epoch (last)"]
+    for row, trainer in zip(comparison.rows(), runs.values(), strict=True):
         history = trainer.run_history
         assert row["epochs"] == 2
         assert row["eval_loss_epoch"] == min(history["eval_loss_epoch"])
         assert row["r2"] == pytest.approx(max(map(float, history["r2"])))
         assert row["train_loss_epoch"] == history["train_loss_epoch"][-1]
-    table = compared.to_dataframe()
+    table = comparison.to_dataframe()
     assert table.loc["adam-10", "optimizer.lr"] == 0.1
 
 
@@ -124,8 +124,8 @@ def test_a_table_fits_a_terminal_and_marks_the_best(runs, monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.extension("monitoring", "reports")
-def test_the_page_has_the_curves_of_all_runs_and_loads_nothing(compared, tmp_path):
-    page = compared.save(tmp_path / "pages" / "comparison.html").read_text()
+def test_the_page_has_the_curves_of_all_runs_and_loads_nothing(comparison, tmp_path):
+    page = comparison.save(tmp_path / "pages" / "comparison.html").read_text()
     curves = re.findall(r"<figure>(.*?)</figure>", page, re.DOTALL)
     assert len(curves) == 3
     assert all(re.findall(r'<g class="run-(\d)">', curve) == ["4", "3", "2", "1", "0"] for curve in curves)

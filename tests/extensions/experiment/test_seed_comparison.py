@@ -52,7 +52,7 @@ def values_of(*pairs: tuple[float, float], better: bool | None = None) -> SeedCo
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory) -> SeedComparison:
+def seed_comparison(tmp_path_factory) -> SeedComparison:
     return compare_seeds(slow, saving, seeds=3, save_dir=tmp_path_factory.mktemp("seeds"))
 
 
@@ -60,15 +60,15 @@ def result(tmp_path_factory) -> SeedComparison:
 
 
 @pytest.mark.extension("metrics")
-def test_both_settings_are_trained_under_each_seed(result):
-    assert result.seeds == [0, 1, 2]
-    for lr, values in zip((0.01, 0.05), result.values, strict=True):
-        for seed, value in zip(result.seeds, values, strict=True):
+def test_both_settings_are_trained_under_each_seed(seed_comparison):
+    assert seed_comparison.seeds == [0, 1, 2]
+    for lr, values in zip((0.01, 0.05), seed_comparison.values, strict=True):
+        for seed, value in zip(seed_comparison.seeds, values, strict=True):
             set_seed(seed)
             trainer, arguments = make(lr, seed, Path())
             trainer.train(**arguments)
             assert trainer.run_history["eval_loss_epoch"][-1] == value
-    assert len({*result.values[0]}) == 3
+    assert len({*seed_comparison.values[0]}) == 3
 
 
 @pytest.mark.extension("metrics")
@@ -148,7 +148,7 @@ def test_the_comparison_of_the_page_gives_its_results(tmp_path, monkeypatch, cap
 @only_with_soak
 @pytest.mark.slow
 @pytest.mark.processes
-def test_seeds_in_processes_have_the_same_bits_after_a_kill(result, tmp_path, capfd, monkeypatch):
+def test_seeds_in_processes_have_the_same_bits_after_a_kill(seed_comparison, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     compare_seeds(on_gpu, saving, seeds=2, save_dir=tmp_path)
@@ -160,7 +160,7 @@ def test_seeds_in_processes_have_the_same_bits_after_a_kill(result, tmp_path, ca
     with pytest.raises(RuntimeError, match=r"on_gpu under seed 1 was killed, .*output\.txt\. Call compare_seeds again"):
         in_processes()
     monkeypatch.delenv("KILLS")
-    assert in_processes().values == tuple(values[:2] for values in result.values)
+    assert in_processes().values == tuple(values[:2] for values in seed_comparison.values)
     assert sorted(re.findall(r"(.*): eval_loss_epoch [\d.]+\n", capfd.readouterr().out)) == [
         "on_gpu under seed 1",
         "saving under seed 0",
@@ -212,20 +212,20 @@ def test_the_verdict_follows_from_the_interval(pairs, greater_is_better, conclus
 
 
 @pytest.mark.extension("metrics")
-def test_a_seed_comparison_has_a_table_and_rows(result):
-    assert result.greater_is_better is False
-    lines = repr(result).splitlines()
+def test_a_seed_comparison_has_a_table_and_rows(seed_comparison):
+    assert seed_comparison.greater_is_better is False
+    lines = repr(seed_comparison).splitlines()
     assert lines[0] == "eval_loss_epoch of a and saving under 3 seeds"
     assert lines[2].split() == ["seed", "a", "saving", "difference"]
     assert [line.split()[0] for line in lines[3:8]] == ["0", "1", "2", "mean", "deviation"]
-    assert lines[6].split()[3] == f"{result.difference:.4f}"
-    assert result.rows()[1] == {
+    assert lines[6].split()[3] == f"{seed_comparison.difference:.4f}"
+    assert seed_comparison.rows()[1] == {
         "seed": 1,
-        "a": result.values[0][1],
-        "saving": result.values[1][1],
-        "difference": result.differences[1],
+        "a": seed_comparison.values[0][1],
+        "saving": seed_comparison.values[1][1],
+        "difference": seed_comparison.differences[1],
     }
-    assert result.to_dataframe().index.tolist() == [0, 1, 2]
+    assert seed_comparison.to_dataframe().index.tolist() == [0, 1, 2]
 
 
 # ----------------------------------------------------------------------------------------------- continuing
@@ -250,7 +250,7 @@ def test_more_seeds_and_other_metrics_train_only_missing_runs(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_killed_comparison_continues_to_the_same_bits(result, tmp_path):
+def test_a_killed_comparison_continues_to_the_same_bits(seed_comparison, tmp_path):
     def killed() -> None:
         def dies(seed: int, folder: Path) -> tuple[Trainer, dict[str, Any]]:
             return saving(seed, folder, *([parts.KillAt(5)] if seed == 1 else []))
@@ -263,7 +263,7 @@ def test_a_killed_comparison_continues_to_the_same_bits(result, tmp_path):
     states = os.listdir(tmp_path / "b" / "seed-1" / "states")
     assert states
     found = compare_seeds(slow, saving, seeds=3, save_dir=tmp_path)
-    assert found.values == result.values
+    assert found.values == seed_comparison.values
 
 
 @pytest.mark.thorough
@@ -286,14 +286,14 @@ def test_an_interrupted_comparison_continues_when_called_again(tmp_path, monkeyp
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_a_run_that_is_paused_is_not_finished(result, tmp_path):
+def test_a_run_that_is_paused_is_not_finished(seed_comparison, tmp_path):
     def pauses(seed: int, folder: Path) -> tuple[Trainer, dict[str, Any]]:
         return saving(seed, folder, *([raises_at(3, RunPausedError("The time is up."))] if seed == 1 else []))
 
     pauses.__name__ = pauses.__qualname__ = saving.__name__
     with pytest.raises(RunPausedError, match=r"The time is up\. .*b/seed-1 is not finished: call compare_seeds again"):
         compare_seeds(slow, pauses, seeds=3, save_dir=tmp_path)
-    assert compare_seeds(slow, saving, seeds=3, save_dir=tmp_path).values == result.values
+    assert compare_seeds(slow, saving, seeds=3, save_dir=tmp_path).values == seed_comparison.values
 
 
 # ------------------------------------------------------------------------------------------- what is refused

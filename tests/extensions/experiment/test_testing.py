@@ -43,7 +43,7 @@ def scaled_trainer(*further: TrainerCallback) -> parts.ScaledTrainer:
 
 
 @pytest.fixture
-def trained(tmp_path, monkeypatch) -> parts.ScaledTrainer:
+def trainer(tmp_path, monkeypatch) -> parts.ScaledTrainer:
     """A trainer that has saved its two best models and three states."""
     monkeypatch.chdir(tmp_path)
     trainer = scaled_trainer()
@@ -59,31 +59,31 @@ def files(folder: str) -> dict[str, Any]:
     return found | {name: value.tolist() for name, value in predictions.items()}
 
 
-def test_each_combination_is_tested_and_listed_in_the_table(trained):
+def test_each_combination_is_tested_and_listed_in_the_table(trainer):
     data = {"small": parts.load_data(10), "large": parts.load_data(20)}
-    rows = run_tests(trained, data, ["best", "last"], SETTINGS, worst=3, per_device_batch_size=4)
+    rows = run_tests(trainer, data, ["best", "last"], SETTINGS, worst=3, per_device_batch_size=4)
     assert [tuple(row.values())[:3] for row in rows[:3]] == [
         ("best", "plain", "small"),
         ("best", "plain", "large"),
         ("best", "double", "small"),
     ]
     assert len(rows) == 8
-    assert trained.scale == 1.0
+    assert trainer.scale == 1.0
     plain, double = (read_predictions(f"tests/best/{name}/small/predictions") for name in SETTINGS)
     assert torch.equal(2 * plain, double)
-    expected = trained.evaluate(data["small"], per_device_batch_size=4)["evaluation_loss"]
+    expected = trainer.evaluate(data["small"], per_device_batch_size=4)["evaluation_loss"]
     assert rows[4]["evaluation_loss"] == expected
     worst = json.loads(Path("tests/best/plain/small/worst.json").read_text())
     losses = ((plain - data["small"].tensors[1]) ** 2).flatten()
     assert [sample["index"] for sample in worst] == losses.topk(3).indices.tolist()
     with open("tests/results.csv") as file:
         assert [row["dataset"] for row in csv.DictReader(file)] == ["small", "large"] * 4
-    assert len(trained.callbacks) == 2
+    assert len(trainer.callbacks) == 2
 
 
 @pytest.mark.parametrize("predictions", [True, False])
 @pytest.mark.extension("error_notes")
-def test_an_error_names_the_batch_its_samples_and_what_is_tested(trained, predictions):
+def test_an_error_names_the_batch_its_samples_and_what_is_tested(trainer, predictions):
     data = parts.load_data(10)
     poison = data.tensors[0][5]
 
@@ -91,19 +91,19 @@ def test_an_error_names_the_batch_its_samples_and_what_is_tested(trained, predic
         if (args[0] == poison).all(1).any():
             raise ValueError("cannot digest this")
 
-    trained.model.register_forward_pre_hook(refuse)
+    trainer.model.register_forward_pre_hook(refuse)
     with pytest.raises(ValueError, match="cannot digest this") as caught:
-        run_tests(trained, {"clean": data}, ["last"], SETTINGS, predictions=predictions, **OPTIONS)
+        run_tests(trainer, {"clean": data}, ["last"], SETTINGS, predictions=predictions, **OPTIONS)
     batch, test = caught.value.__notes__
     assert batch.startswith(f"In {'prediction' if predictions else 'evaluation'}, step 2:\n  batch: ")
     assert "samples [4, 5]" in batch.replace("\n    ", " ")
     assert test == "In testing checkpoint 'last', inference 'plain', dataset 'clean'."
     with pytest.raises(ValueError, match="inference: the setting 'odd' sets 'nothing'"):
-        run_tests(trained, data, ["last"], {"odd": {"nothing": 1}})
+        run_tests(trainer, data, ["last"], {"odd": {"nothing": 1}})
 
 
 @pytest.mark.extension("failed_batches")
-def test_a_test_may_skip_and_list_failed_batches(trained, capsys):
+def test_a_test_may_skip_and_list_failed_batches(trainer, capsys):
     data = parts.load_data(10)
     poison = data.tensors[0][5]
 
@@ -111,66 +111,66 @@ def test_a_test_may_skip_and_list_failed_batches(trained, capsys):
         if (args[0] == poison).all(1).any():
             raise ValueError("cannot digest this")
 
-    trained.model.register_forward_pre_hook(refuse)
-    trained.callback_handler.add_callback(callbacks.SkipFailedBatchesCallback(phases=["evaluation", "prediction"]))
-    (row,) = run_tests(trained, data, ["last"], **OPTIONS)
+    trainer.model.register_forward_pre_hook(refuse)
+    trainer.callback_handler.add_callback(callbacks.SkipFailedBatchesCallback(phases=["evaluation", "prediction"]))
+    (row,) = run_tests(trainer, data, ["last"], **OPTIONS)
     others = Subset(data, [0, 1, 2, 3, 6, 7, 8, 9])
-    assert row["evaluation_loss"] == trained.evaluate(others, 2)["evaluation_loss"]
+    assert row["evaluation_loss"] == trainer.evaluate(others, 2)["evaluation_loss"]
     folder = "tests/last/default/test"
     failure = {"rank": 0, "indices": [4, 5], "error": "ValueError: cannot digest this"}
     assert json.loads(Path(f"{folder}/metrics.json").read_text())["left_out"] == [failure]
     with pytest.warns(UserWarning, match=r"2 of 10 samples were left out of .*predictions', as they failed: \[4, 5\]"):
         written = read_predictions(f"{folder}/predictions")
-    assert torch.equal(written, trained.predict(others, 2))
+    assert torch.equal(written, trainer.predict(others, 2))
     indices = [index for part, _ in iterate_predictions(f"{folder}/predictions") for index in part]
     assert sorted(indices) == list(others.indices)
     said = capsys.readouterr().out
     assert "Skipped in the prediction: 2 samples, step 2" in said
     assert "Skipped in the evaluation: 2 samples, step 2" in said
-    assert run_tests(trained, data, ["last"], **OPTIONS) == [row]
+    assert run_tests(trainer, data, ["last"], **OPTIONS) == [row]
     said = capsys.readouterr().out
     assert "test is finished: skipped" in said
     Path(f"{folder}/metrics.json").unlink()
-    assert run_tests(trained, data, ["last"], **OPTIONS) == [row]
+    assert run_tests(trainer, data, ["last"], **OPTIONS) == [row]
     assert "Skipped in the prediction" not in capsys.readouterr().out  # all are predicted
 
 
-def test_a_finished_test_is_skipped_until_its_checkpoint_changes(trained, capsys):
+def test_a_finished_test_is_skipped_until_its_checkpoint_changes(trainer, capsys):
     data = parts.load_data(6)
-    rows = run_tests(trained, data, worst=0)
+    rows = run_tests(trainer, data, worst=0)
     capsys.readouterr()
-    assert run_tests(trained, data, worst=0) == rows
+    assert run_tests(trainer, data, worst=0) == rows
     assert "tests/best/default/test is finished: skipped" in capsys.readouterr().out
-    nn.init.zeros_(trained.model.layers[-1].weight)
-    trained.save_checkpoint("best_model.pt", {"eval_loss_epoch": 9.0})
-    again = run_tests(trained, data, worst=0)
+    nn.init.zeros_(trainer.model.layers[-1].weight)
+    trainer.save_checkpoint("best_model.pt", {"eval_loss_epoch": 9.0})
+    again = run_tests(trainer, data, worst=0)
     assert again[0]["evaluation_loss"] != rows[0]["evaluation_loss"]
     assert read_predictions("tests/best/default/test/predictions").unique().numel() == 1
 
 
-def test_an_interrupted_test_keeps_no_predictions_of_old_weights(trained):
+def test_an_interrupted_test_keeps_no_predictions_of_old_weights(trainer):
     class Interrupt(TrainerCallback):
         def configure_run(self, trainer: Any, request: Any, **kwargs: Any) -> None:
             if request.kind == "prediction":
                 raise KeyboardInterrupt
 
-    run_tests(trained, parts.load_data(6), worst=0)
-    nn.init.zeros_(trained.model.layers[-1].weight)
-    trained.save_checkpoint("best_model.pt", {"eval_loss_epoch": 9.0})
+    run_tests(trainer, parts.load_data(6), worst=0)
+    nn.init.zeros_(trainer.model.layers[-1].weight)
+    trainer.save_checkpoint("best_model.pt", {"eval_loss_epoch": 9.0})
     other_length = parts.load_data(5)
-    with added_callbacks(trained, Interrupt()), pytest.raises(KeyboardInterrupt):
-        run_tests(trained, other_length, worst=0)
-    run_tests(trained, other_length, worst=0)
+    with added_callbacks(trainer, Interrupt()), pytest.raises(KeyboardInterrupt):
+        run_tests(trainer, other_length, worst=0)
+    run_tests(trainer, other_length, worst=0)
     found = read_predictions("tests/best/default/test/predictions")
     assert len(found) == 5
     assert found.unique().numel() == 1
 
 
-def test_changed_dependencies_are_tested_again(trained):
+def test_changed_dependencies_are_tested_again(trainer):
     data = parts.load_data(6)
 
     def doubled(scale: float = 2.0, **kwargs: Any) -> float:
-        run_tests(trained, data, inference={"double": {"scale": scale}}, worst=0, **kwargs)
+        run_tests(trainer, data, inference={"double": {"scale": scale}}, worst=0, **kwargs)
         return read_predictions("tests/best/double/test/predictions").sum().item()
 
     first = doubled()
@@ -181,35 +181,35 @@ def test_changed_dependencies_are_tested_again(trained):
     assert doubled(-2.0, depends_on={"data": "zeros"}) == doubled(-2.0, depends_on={"data": "of zeros"})
 
 
-def test_a_larger_number_of_worst_samples_is_listed_again(trained):
+def test_a_larger_number_of_worst_samples_is_listed_again(trainer):
     data = parts.load_data(6)
     for worst in (0, 2, 3):
-        run_tests(trained, data, worst=worst, predictions=False)
+        run_tests(trainer, data, worst=worst, predictions=False)
     assert len(json.loads(Path("tests/best/default/test/worst.json").read_text())) == 3
     assert not Path("tests/best/default/test/predictions").exists()
-    run_tests(trained, data, worst=3)
+    run_tests(trainer, data, worst=3)
     assert len(read_predictions("tests/best/default/test/predictions")) == 6
 
 
-def test_checkpoints_that_would_share_a_folder_are_refused(trained):
-    trained.save_model("best_model.safetensors")
+def test_checkpoints_that_would_share_a_folder_are_refused(trainer):
+    trainer.save_model("best_model.safetensors")
     with pytest.raises(ValueError, match=r"would share the folder of one\. Test them"):
-        run_tests(trained, parts.load_data(6), ["best_model.pt", "best_model.safetensors"])
+        run_tests(trainer, parts.load_data(6), ["best_model.pt", "best_model.safetensors"])
     assert not Path("tests").exists()
 
 
-def test_best_and_last_weights_can_be_averaged(trained):
-    weight = trained.model.layers[0].weight
+def test_best_and_last_weights_can_be_averaged(trainer):
+    weight = trainer.model.layers[0].weight
 
     def loaded(paths: list[Path]) -> list[torch.Tensor]:
         found = []
         for path in paths:
-            (trained.load_training_state if path.is_dir() else trained.load_checkpoint)(path)
+            (trainer.load_training_state if path.is_dir() else trainer.load_checkpoint)(path)
             found.append(weight.detach().double())
         return found
 
     def averaged(name: str) -> torch.Tensor:
-        run_tests(trained, parts.load_data(6), [name], worst=0, predictions=False)
+        run_tests(trainer, parts.load_data(6), [name], worst=0, predictions=False)
         return weight.detach().clone()
 
     of_last = loaded(sorted(Path("training_states").glob("update-*")))
@@ -217,7 +217,7 @@ def test_best_and_last_weights_can_be_averaged(trained):
     assert torch.equal(averaged("average_last_3"), (sum(of_last[::-1]) / 3).float())
     assert torch.equal(averaged("average_best_2"), (sum(of_best[::-1]) / 2).float())
     with pytest.raises(FileNotFoundError, match=r"There are 3 of the 4 last weights: .*max_checkpoints=4"):
-        run_tests(trained, parts.load_data(6), ["average_last_4"])
+        run_tests(trainer, parts.load_data(6), ["average_last_4"])
 
 
 class WithHead(parts.ScaledTrainer):
@@ -269,7 +269,7 @@ def test_averages_include_modules_beside_the_model(tmp_path, monkeypatch):
         tested("alone.safetensors")
 
 
-def test_averages_of_the_best_are_of_the_newest_run(trained):
+def test_averages_of_the_best_are_of_the_newest_run(trainer):
     data = parts.load_data()
     Path("best_model-epoch0002-mine.pt").touch()
     assert len(list(Path().glob("best_model-epoch*.pt"))) == 3
@@ -324,18 +324,18 @@ def test_the_last_weights_are_in_the_newest_state_of_all(tmp_path, monkeypatch):
         ({"inference": {"a": {"model.layer": 3}}}, "sets 'model.layer', but 'Net' object has no attribute 'layer'"),
     ],
 )
-def test_invalid_tests_are_refused_before_writing_anything(trained, arguments, error):
+def test_invalid_tests_are_refused_before_writing_anything(trainer, arguments, error):
     with pytest.raises((FileNotFoundError, AttributeError, TypeError, ValueError), match=error):
-        run_tests(trained, parts.load_data(6), **arguments)
+        run_tests(trainer, parts.load_data(6), **arguments)
     assert not Path("tests").exists()
 
 
 @pytest.mark.soak
-def test_a_killed_test_leaves_the_same_files_as_one_that_was_not(trained):
+def test_a_killed_test_leaves_the_same_files_as_one_that_was_not(trainer):
     size = 60 if SOAK else 12
     data = parts.load_data(size)
     options = {"inference": SETTINGS, "worst": 2, "per_device_batch_size": 2, "shard_size": 4}
-    run_tests(trained, data, **options, save_dir="whole")
+    run_tests(trainer, data, **options, save_dir="whole")
     folder = Path.cwd()
     # Within predictions and evaluations of both settings.
     for step in [3] * 9 + [25] + [3] * 9 + [35] if SOAK else [3, 8, 7]:
@@ -345,7 +345,7 @@ def test_a_killed_test_leaves_the_same_files_as_one_that_was_not(trained):
             run_tests(scaled_trainer(parts.KillAt(step)), data, **options, save_dir="killed")
 
         assert run_forked(killed).returncode == -signal.SIGKILL
-    run_tests(trained, data, **options, save_dir="killed")
+    run_tests(trainer, data, **options, save_dir="killed")
     whole, killed = files("whole"), files("killed")
     assert whole == killed
     assert len(whole) > 8
@@ -353,16 +353,16 @@ def test_a_killed_test_leaves_the_same_files_as_one_that_was_not(trained):
         assert dict_of(folder).keys() == {*range(size)}
 
 
-def test_samples_are_ranked_by_a_function_of_outputs_and_targets(trained):
+def test_samples_are_ranked_by_a_function_of_outputs_and_targets(trainer):
     data = parts.load_data(7)
-    run_tests(trained, data, worst=3, worst_by=parts.absolute_error, per_device_batch_size=3)
+    run_tests(trainer, data, worst=3, worst_by=parts.absolute_error, per_device_batch_size=3)
     worst = json.loads(Path("tests/best/default/test/worst.json").read_text())
     errors = (read_predictions("tests/best/default/test/predictions") - data.tensors[1]).abs().flatten()
     assert [sample["index"] for sample in worst] == errors.topk(3).indices.tolist()
     assert [sample["absolute_error"] for sample in worst] == errors.topk(3).values.tolist()
     assert "loss" not in worst[0]
-    again = run_tests(trained, data, worst=3, worst_by=parts.absolute_error)
-    assert again == run_tests(trained, data, worst=3, worst_by=parts.absolute_error)
+    again = run_tests(trainer, data, worst=3, worst_by=parts.absolute_error)
+    assert again == run_tests(trainer, data, worst=3, worst_by=parts.absolute_error)
 
 
 class ListTrainer(parts.ScaledTrainer):
@@ -375,17 +375,17 @@ class ListTrainer(parts.ScaledTrainer):
         return [{"found": value.expand(int(10 * value.abs()) + 1)} for value in self.model(batch[0])]
 
 
-def test_outputs_may_differ_in_length_between_samples(trained):
-    trainer = ListTrainer(trained.model, nn.MSELoss(), None, [*trained.callbacks], seed=0)
+def test_outputs_may_differ_in_length_between_samples(trainer):
+    of_lists = ListTrainer(trainer.model, nn.MSELoss(), None, [*trainer.callbacks], seed=0)
 
     def missed(outputs, targets):
         return [abs(float(output["found"][0] - target)) for output, target in zip(outputs, targets, strict=True)]
 
     data = parts.load_data(7)
-    run_tests(trainer, data, worst=2, worst_by=missed, per_device_batch_size=3, shard_size=3)
+    run_tests(of_lists, data, worst=2, worst_by=missed, per_device_batch_size=3, shard_size=3)
     found = read_predictions("tests/best/default/test/predictions")
     values = torch.stack([output["found"][0] for output in found])
-    assert torch.allclose(values, trainer.model(data.tensors[0]).flatten().detach())
+    assert torch.allclose(values, of_lists.model(data.tensors[0]).flatten().detach())
     worst = json.loads(Path("tests/best/default/test/worst.json").read_text())
     errors = (values - data.tensors[1].flatten()).abs()
     assert [sample["index"] for sample in worst] == errors.topk(2).indices.tolist()
@@ -401,7 +401,7 @@ def run_in(folder: str, save_dir: str) -> list[dict[str, Any]]:
     return run_tests(trainer, data, **OPTIONS, save_dir=save_dir)
 
 
-def test_results_are_the_same_on_several_processes(two_ranks, trained):
+def test_results_are_the_same_on_several_processes(two_ranks, trainer):
     found = two_ranks.run(run_in, os.getcwd(), "both")
     assert found[0] == found[1]
     [alone] = run_in(os.getcwd(), "alone")
@@ -422,10 +422,10 @@ def dict_of(folder: Path) -> dict[int, torch.Tensor]:
     return dict(zip(indices, torch.cat([outputs for _, outputs in shards]), strict=True))
 
 
-def test_a_test_repeats_shards_that_one_process_had_not_written(trained):
+def test_a_test_repeats_shards_that_one_process_had_not_written(trainer):
     data = parts.load_data(12)
     options = {"worst": 0, "per_device_batch_size": 2, "shard_size": 2}
-    run_tests(trained, data, **options)
+    run_tests(trainer, data, **options)
     whole = read_predictions("tests/best/default/test/predictions")
     Path("tests/best/default/test/metrics.json").unlink()
     shards = sorted(Path("tests/best/default/test/predictions").glob("shard-*"))
@@ -433,8 +433,8 @@ def test_a_test_repeats_shards_that_one_process_had_not_written(trained):
     shards[2].unlink()  # of another process, which had not written it when all were killed
     seen = []
     look = listener(on_predict_step_end=lambda trainer, **kwargs: seen.extend(trainer.batch_indices))
-    with added_callbacks(trained, look):
-        run_tests(trained, data, **options)
+    with added_callbacks(trainer, look):
+        run_tests(trainer, data, **options)
     assert seen == [*range(4, 12)]
     assert torch.equal(read_predictions("tests/best/default/test/predictions"), whole)
     assert len(dict_of(Path("tests/best/default/test/predictions"))) == 12

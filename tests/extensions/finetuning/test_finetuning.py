@@ -16,7 +16,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.finetuning import Layer, LayerGroup, ModelFreezer, layer_group_parameters, stays_in_eval
-from tests import ancestor as ancestors
+from tests import ancestor
 from tests.extensions.finetuning.groups_of_layers import model_to_unfreeze, trained
 from tests.launching import only_with_soak, two_are_enough
 from tests.ranks import IN_ORDER, global_batch
@@ -74,8 +74,8 @@ INDICES = [{}, {"from_index": 1, "to_index": 1}, {"from_index": 0, "to_index": -
 
 
 @pytest.fixture(scope="module")
-def ancestor() -> Any:
-    ancestors.skip_without_it()
+def ancestor_finetuning() -> Any:
+    ancestor.skip_without_it()
     return importlib.import_module("pytorch_accelerated.finetuning")
 
 
@@ -83,11 +83,14 @@ def ancestor() -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("freeze_batch_norms", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_freezing_gives_what_the_ancestor_gives(ancestor, name, freeze_batch_norms):
+def test_freezing_gives_what_the_ancestor_gives(ancestor_finetuning, name, freeze_batch_norms):
     """Except for parameters that the model itself owns, which the ancestor never freezes."""
     for indices in INDICES:
         ours, theirs = MODELS[name](), MODELS[name]()
-        freezers = [c(m, freeze_batch_norms) for c, m in ((ModelFreezer, ours), (ancestor.ModelFreezer, theirs))]
+        freezers = [
+            ModelFreezer(ours, freeze_batch_norms),
+            ancestor_finetuning.ModelFreezer(theirs, freeze_batch_norms),
+        ]
         for freezer in freezers:
             freezer.freeze(**indices)
         assert [n for n in trained(ours) if n != "scale"] == [n for n in trained(theirs) if n != "scale"]

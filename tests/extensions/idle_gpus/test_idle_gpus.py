@@ -14,8 +14,8 @@ UNLIKE = BUSY.replace("97, A", "97, B")
 
 
 @pytest.fixture(autouse=True)
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Four GPUs, of which three are idle."""
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program of this name that shows four GPUs, of which three are idle."""
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\ncat {tmp_path}/gpus\n")
     program.chmod(0o755)
@@ -40,8 +40,8 @@ def test_only_gpus_that_are_visible_are_chosen(allowed, monkeypatch):
     assert use_idle_gpus() == ["GPU-c"]
 
 
-def test_numbers_of_unlike_gpus_need_the_order_of_nvidia_smi(machine, monkeypatch):
-    (machine.parent / "gpus").write_text(UNLIKE)
+def test_numbers_of_unlike_gpus_need_the_order_of_nvidia_smi(nvidia_smi, monkeypatch):
+    (nvidia_smi.parent / "gpus").write_text(UNLIKE)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-c")
     assert use_idle_gpus() == ["GPU-c"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
@@ -52,8 +52,8 @@ def test_numbers_of_unlike_gpus_need_the_order_of_nvidia_smi(machine, monkeypatc
 
 
 @pytest.mark.parametrize(("gpus", "allowed"), [(BUSY, "GPU-"), (BUSY[: BUSY.index("1, ")], ""), (UNLIKE, "-1")])
-def test_what_is_no_name_of_a_gpu_makes_none_visible(machine, gpus, allowed, monkeypatch):
-    (machine.parent / "gpus").write_text(gpus)
+def test_what_is_no_name_of_a_gpu_makes_none_visible(nvidia_smi, gpus, allowed, monkeypatch):
+    (nvidia_smi.parent / "gpus").write_text(gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
     with pytest.raises(RuntimeError, match="0 of 0 GPUs"):
         use_idle_gpus(max_used_mib=1e6)
@@ -79,8 +79,8 @@ def test_gpus_are_not_chosen_in_one_of_several_processes(monkeypatch):
         use_idle_gpus()
 
 
-def test_without_nvidia_smi_the_error_names_it(machine, monkeypatch):
-    machine.unlink()
-    monkeypatch.setenv("PATH", str(machine.parent))
+def test_without_nvidia_smi_the_error_names_it(nvidia_smi, monkeypatch):
+    nvidia_smi.unlink()
+    monkeypatch.setenv("PATH", str(nvidia_smi.parent))
     with pytest.raises(RuntimeError, match=r"asks nvidia-smi for the GPUs, which failed"):
         use_idle_gpus()

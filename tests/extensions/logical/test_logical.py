@@ -478,7 +478,7 @@ def save(folder: Path, options: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
+def uninterrupted_run(tmp_path_factory):
     """A run of one process, and its states after each update and each epoch."""
     folder = tmp_path_factory.mktemp("logical")
     result = save(folder)
@@ -495,9 +495,9 @@ def resumed(state: Path, options: dict[str, Any] | None = None) -> dict[str, Any
 
 @only_with_soak
 @pytest.mark.extension("model_ema", "monitoring")
-def test_a_run_resumes_the_same_bits_on_any_number_of_processes(uninterrupted, job):
+def test_a_run_resumes_the_same_bits_on_any_number_of_processes(uninterrupted_run, job):
     """Resumes within an epoch and at its end."""
-    whole, states = uninterrupted
+    whole, states = uninterrupted_run
     assert len(states) == whole["progress"]["update"] + 2
     for processes, state in zip((1, 3, 2), states[1::2], strict=False):
         if processes == 1:
@@ -508,8 +508,8 @@ def test_a_run_resumes_the_same_bits_on_any_number_of_processes(uninterrupted, j
 
 @pytest.mark.thorough
 @pytest.mark.extension("model_ema", "monitoring")
-def test_states_of_several_processes_resume_on_others(uninterrupted, job, tmp_path):
-    whole, states = uninterrupted
+def test_states_of_several_processes_resume_on_others(uninterrupted_run, job, tmp_path):
+    whole, states = uninterrupted_run
     for found in job(3).run(save, tmp_path):
         assert differences(whole, found) == []
     saved = sorted((tmp_path / "copies").glob("*/update-*"))
@@ -562,8 +562,8 @@ def test_any_run_resumes_from_any_update_on_any_process_count(job, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.extension("model_ema", "monitoring")
-def test_resuming_with_other_logical_processes_loses_no_sample(uninterrupted, capsys):
-    whole, states = uninterrupted
+def test_resuming_with_other_logical_processes_loses_no_sample(uninterrupted_run, capsys):
+    whole, states = uninterrupted_run
     for count in (4, None):
         capsys.readouterr()
         with warnings.catch_warnings():
@@ -575,10 +575,10 @@ def test_resuming_with_other_logical_processes_loses_no_sample(uninterrupted, ca
 
 
 @pytest.mark.extension("printed_states", "model_ema", "monitoring")
-def test_a_state_records_its_environment(uninterrupted, capsys):
+def test_a_state_records_its_environment(uninterrupted_run, capsys):
     from pytorch_accel_lite.checkpoint import print_contents
 
-    _, states = uninterrupted
+    _, states = uninterrupted_run
     print_contents(states[0])
     shown = capsys.readouterr().out
     assert "logical processes: 8" in shown
@@ -586,8 +586,8 @@ def test_a_state_records_its_environment(uninterrupted, capsys):
 
 
 @pytest.mark.extension("model_ema", "monitoring")
-def test_a_machine_that_computes_other_bits_is_reported(uninterrupted, capsys):
-    _, states = uninterrupted
+def test_a_machine_that_computes_other_bits_is_reported(uninterrupted_run, capsys):
+    _, states = uninterrupted_run
     torch.set_float32_matmul_precision("high")
     try:
         resumed(states[-1])

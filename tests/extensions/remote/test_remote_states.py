@@ -53,6 +53,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """The folder of a faulty store that has had no fault yet."""
     FaultyStore.reset()
     return tmp_path
 

@@ -61,7 +61,7 @@ def whole(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
+def uninterrupted_logs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("logged")
     for tracker in ("mlflow", "torch.utils.tensorboard"):
         EarlyFork.copy.ask(tracker)  # so that no fork imports it again
@@ -71,8 +71,8 @@ def uninterrupted(tmp_path_factory):
 
 
 @OF_THE_SCRIPT
-def test_every_logger_has_every_row_once(uninterrupted):
-    logged = whole(uninterrupted)
+def test_every_logger_has_every_row_once(uninterrupted_logs):
+    logged = whole(uninterrupted_logs)
     assert [row["epoch"] for row in logged["epochs"]] == [1, 2, 3]
     assert {"train_loss_epoch", "eval_loss_epoch", "lr", "gradient_norm_max"} <= logged["epochs"][0].keys()
     assert [(row["update"], row["epoch"]) for row in logged["updates"]] == [(u, (u - 1) // 4 + 1) for u in range(1, 13)]
@@ -93,13 +93,13 @@ def test_every_logger_has_every_row_once(uninterrupted):
     weights = {shown["update"]: shown["texts"]["a weight"] for shown in logged["texts"]}
     assert list(weights) == [3, 6, 9, 12]
     assert logged["texts in mlflow"] == {f"a_weight-{update:09d}.txt": text for update, text in weights.items()}
-    (params,) = uninterrupted.glob("mlruns/*/*/params/num_epochs")
+    (params,) = uninterrupted_logs.glob("mlruns/*/*/params/num_epochs")
     assert params.read_text() == "3"
 
 
 @OF_THE_SCRIPT
-def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted):
-    logged = whole(uninterrupted)
+def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted_logs):
+    logged = whole(uninterrupted_logs)
     losses = [row["loss"] for row in logged["updates"]]
     for number, row in enumerate(logged["epochs"]):
         of_epoch = losses[4 * number : 4 * number + 4]
@@ -113,7 +113,7 @@ def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted):
 @pytest.mark.programs
 @pytest.mark.parametrize("saver_first", some_of([False, True]))
 @OF_THE_SCRIPT
-def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, saver_first):
+def test_a_run_killed_again_and_again_logs_the_same(uninterrupted_logs, tmp_path, saver_first):
     """SIGKILL at random times after a start; ``make soak`` for more of them."""
     kills, wanted, chance = 0, 20 if SOAK else 2, random.Random(5)
     page = tmp_path / "log" / "run.json"
@@ -134,7 +134,7 @@ def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, sav
         if process.wait() == 0:
             break
     assert kills == wanted
-    logged, expected = whole(tmp_path), whole(uninterrupted)
+    logged, expected = whole(tmp_path), whole(uninterrupted_logs)
     for name in ("epochs", "updates", "csv", "csv updates", "page", "tensorboard"):
         assert logged[name] == expected[name], name
     runs = Counter(path.parent.parent for path in tmp_path.glob("mlruns/*/*/metrics/loss"))
@@ -147,9 +147,9 @@ def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, sav
 @pytest.mark.thorough
 @pytest.mark.processes
 @OF_THE_SCRIPT
-def test_one_of_two_processes_writes_the_numbers_of_both(tmp_path, uninterrupted, job):
+def test_one_of_two_processes_writes_the_numbers_of_both(tmp_path, uninterrupted_logs, job):
     assert job(2).run(run_with_mlflow, tmp_path) == [2, 2]
-    logged, expected = whole(tmp_path), whole(uninterrupted)
+    logged, expected = whole(tmp_path), whole(uninterrupted_logs)
     for row, other in zip(logged["updates"], expected["updates"], strict=True):
         assert row == pytest.approx(other)
     assert logged["tensorboard"].keys() == expected["tensorboard"].keys()

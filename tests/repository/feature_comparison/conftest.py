@@ -12,14 +12,14 @@ from tests.small_models import make_data
 
 
 @pytest.fixture(scope="module")
-def ran() -> Any:
-    """A run of two epochs of three batches, which accumulates two, with an evaluation and a schedule."""
+def trainer() -> Any:
+    """The trainer of a run of two epochs of three batches, which accumulates two, with an evaluation and a schedule."""
     return run_noted()
 
 
 @pytest.fixture(scope="module")
-def evaluated() -> Any:
-    """A run like ``ran``, evaluated afterwards: the calls, the settings before the evaluation, and its metrics."""
+def evaluated_run() -> Any:
+    """Such a run, evaluated afterwards: its trainer, the calls, the settings before the evaluation, and its metrics."""
     trainer = run_noted()
     config, calls = trainer.run_config, len(trainer.calls)
     metrics = trainer.evaluate(make_data(), 2)

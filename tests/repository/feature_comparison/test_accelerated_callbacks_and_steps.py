@@ -90,8 +90,8 @@ def test_a_trainer_has_its_attributes_before_a_run():
 
 
 @row("an event at the end of the constructor")
-def test_the_first_event_is_the_end_of_the_constructor(ran):
-    assert ran.calls[0] == "on_init_end"
+def test_the_first_event_is_the_end_of_the_constructor(trainer):
+    assert trainer.calls[0] == "on_init_end"
 
 
 @row("an accelerator of your own, by a method", "the trainer wraps an accelerator, which prepares the rest")
@@ -124,8 +124,8 @@ def test_a_history_takes_values_and_counts_epochs_from_1():
 
 
 @row("the mean loss of the epoch in its last event")
-def test_the_last_event_of_an_epoch_has_its_mean_loss(ran):
-    assert ran.seen["mean"] == pytest.approx(ran.run_history.get_latest_metric("train_loss_epoch"))
+def test_the_last_event_of_an_epoch_has_its_mean_loss(trainer):
+    assert trainer.seen["mean"] == pytest.approx(trainer.run_history.get_latest_metric("train_loss_epoch"))
 
 
 # ---------------------------------------------------------------------------- pytorch-accelerated: callbacks
@@ -233,29 +233,30 @@ def test_the_best_models_are_kept(tmp_path):
     "every part of a step can be overridden",
     "methods at the start and end of a run",
 )
-def test_methods_and_events_of_a_run_are_in_order(ran):
-    assert {*METHODS} - {"evaluation_run_start", "evaluation_run_end"} <= {*ran.calls}
+def test_methods_and_events_of_a_run_are_in_order(trainer):
+    assert {*METHODS} - {"evaluation_run_start", "evaluation_run_end"} <= {*trainer.calls}
     step = ["on_train_step_start", "calculate_train_batch_loss", "on_backward_start", "backward_step"]
-    epoch = ran.calls[ran.calls.index("train_epoch_start") : ran.calls.index("training_run_epoch_end")]
+    calls = trainer.calls
+    epoch = calls[calls.index("train_epoch_start") : calls.index("training_run_epoch_end")]
     assert epoch[:3] == ["train_epoch_start", "on_train_epoch_start", "on_train_step_start"]
     assert epoch[2:6] == step
     assert epoch.index("optimizer_step") < epoch.index("scheduler_step") < epoch.index("optimizer_zero_grad")
     assert epoch.count("scheduler_step") == epoch.count("optimizer_step") == 2
-    assert ran.calls.index("training_run_start") < ran.calls.index("on_training_run_start")
-    assert ran.calls.index("training_run_end") < ran.calls.index("on_training_run_end")
+    assert trainer.calls.index("training_run_start") < trainer.calls.index("on_training_run_start")
+    assert trainer.calls.index("training_run_end") < trainer.calls.index("on_training_run_end")
     without = make_trainer(trainer_class=type("Plain", (Trainer,), {"scheduler_step": lambda self: 1 / 0}))
     with pytest.raises(ZeroDivisionError):
         train(without, create_scheduler_fn=partial(StepLR, step_size=1))
 
 
 @row("order of the events of `evaluate`", "methods around `evaluate`", "the metric of `evaluate`")
-def test_methods_and_events_of_an_evaluation_are_in_order(evaluated):
+def test_methods_and_events_of_an_evaluation_are_in_order(evaluated_run):
     steps = ["on_eval_step_start", "calculate_eval_batch_loss", "on_eval_step_end"] * 3
     start = ["evaluation_run_start", "on_evaluation_run_start", "eval_epoch_start", "on_eval_epoch_start"]
     end = ["eval_epoch_end", "on_eval_epoch_end", "evaluation_run_end", "on_evaluation_run_end"]
-    own = [name for name in evaluated.calls if name != "on_dataloaders_created"]
+    own = [name for name in evaluated_run.calls if name != "on_dataloaders_created"]
     assert own == [*start, *steps, *end]
-    assert evaluated.metrics.keys() == {"evaluation_loss"}
+    assert evaluated_run.metrics.keys() == {"evaluation_loss"}
 
 
 @row(
@@ -264,8 +265,8 @@ def test_methods_and_events_of_an_evaluation_are_in_order(evaluated):
     "a hook that gets outputs, labels and loss",
     "a method that computes the loss of a batch",
 )
-def test_events_carry_the_batch_and_the_output_of_the_step(ran):
-    carried = ran.seen["on_train_step_end"]
+def test_events_carry_the_batch_and_the_output_of_the_step(trainer):
+    carried = trainer.seen["on_train_step_end"]
     inputs, targets = carried["batch"]
     output = carried["batch_output"]
     assert (inputs.shape, targets.shape, output["model_outputs"].shape) == ((2, 4), (2, 1), (2, 1))
@@ -327,9 +328,9 @@ def test_a_callback_stops_a_run_or_an_evaluation(capsys):
 
 
 @row("`on_training_run_epoch_end` sees the epoch that has ended")
-def test_the_last_event_of_an_epoch_sees_the_epoch_that_ended(ran):
-    assert ran.seen["epochs"] == [1, 2]
-    assert ran.run_history.current_epoch == 3
+def test_the_last_event_of_an_epoch_sees_the_epoch_that_ended(trainer):
+    assert trainer.seen["epochs"] == [1, 2]
+    assert trainer.run_history.current_epoch == 3
 
 
 # ------------------------------------------------------------------------- pytorch-accelerated: step methods
@@ -367,13 +368,13 @@ def test_an_overridden_method_computes_the_loss_of_a_batch():
     "a method at the end of an evaluation",
     "a method at the end of an epoch",
 )
-def test_methods_of_an_epoch_are_called_in_their_places(ran):
-    counts = {name: ran.calls.count(name) for name in METHODS}
+def test_methods_of_an_epoch_are_called_in_their_places(trainer):
+    counts = {name: trainer.calls.count(name) for name in METHODS}
     assert counts["optimizer_step"] == counts["optimizer_zero_grad"] == 4
     assert counts["calculate_eval_batch_loss"] == 6
     assert counts["eval_epoch_end"] == counts["training_run_epoch_end"] == counts["train_epoch_end"] == 2
-    assert ran.seen["needs gradients"] is False
-    assert ran.calls.index("train_epoch_end") < ran.calls.index("on_train_epoch_end")
+    assert trainer.seen["needs gradients"] is False
+    assert trainer.calls.index("train_epoch_end") < trainer.calls.index("on_train_epoch_end")
     early: list[int] = []
 
     class Early(Trainer):

@@ -128,9 +128,9 @@ def test_runs_of_one_trainer_collate_and_share_a_history():
 
 
 @row("`evaluate` keeps the settings of the training", "settings of an evaluation alone")
-def test_an_evaluation_keeps_the_settings_of_the_training(evaluated):
-    assert evaluated.trainer.run_config is evaluated.config
-    assert evaluated.config.num_update_steps_per_epoch == 2
+def test_an_evaluation_keeps_the_settings_of_the_training(evaluated_run):
+    assert evaluated_run.trainer.run_config is evaluated_run.config
+    assert evaluated_run.config.num_update_steps_per_epoch == 2
     trainer = make_trainer()
     trainer.evaluate(make_data(), 3)
     assert trainer.run_config.num_update_steps_per_epoch == 0
@@ -157,8 +157,8 @@ FIELDS = [
 
 
 @row("the fifteen fields and their values", "batch size of evaluations")
-def test_the_settings_of_a_run_have_its_values(ran):
-    config = ran.run_config
+def test_the_settings_of_a_run_have_its_values(trainer):
+    config = trainer.run_config
     values = {name: getattr(config, name) for name in FIELDS if not name.endswith("kwargs")}
     assert list(values.values()) == [2, 2, 2, 2, None, 4, 2, 2, 4, True, True, False, "no"]
     assert config.train_dl_kwargs["batch_size"] == 2
@@ -180,8 +180,8 @@ def test_an_overridden_method_creates_the_settings():
 
 
 @row("the metrics of a run", "losses are weighed by the size of batches")
-def test_metrics_of_a_run_weigh_batches_by_their_size(ran):
-    assert ran.run_history.to_dict().keys() == {"train_loss_epoch", "eval_loss_epoch"}
+def test_metrics_of_a_run_weigh_batches_by_their_size(trainer):
+    assert trainer.run_history.to_dict().keys() == {"train_loss_epoch", "eval_loss_epoch"}
     losses: list[float] = []
     note = listener(on_eval_step_end=lambda trainer, batch_output, **kwargs: losses.append(batch_output["loss"].item()))
     found = make_trainer([note]).evaluate(make_data(3), 2)["evaluation_loss"]
@@ -289,8 +289,8 @@ def test_a_checkpoint_holds_weights_optimizer_and_additions(tmp_path):
 
 
 @row("tensors of all processes, nested", "printing once per machine")
-def test_nested_tensors_are_gathered_and_text_is_printed_once(ran, capsys):
-    nested = ran.gather({"a": (torch.ones(2), torch.zeros(1))})
+def test_nested_tensors_are_gathered_and_text_is_printed_once(trainer, capsys):
+    nested = trainer.gather({"a": (torch.ones(2), torch.zeros(1))})
     assert torch.equal(nested["a"][0], torch.ones(2))
-    ran.print("once")
+    trainer.print("once")
     assert capsys.readouterr().out == "once\n"

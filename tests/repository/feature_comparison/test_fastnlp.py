@@ -40,15 +40,15 @@ def dicts(**more: Any) -> list[dict[str, Any]]:
     "training, with updates",
     "validation, with its loss",
 )
-def test_a_trainer_tells_of_its_device_and_processes(ran):
-    model = ran.get_model()
-    assert {parameter.device for parameter in model.parameters()} == {ran.device}
-    assert model is ran.model
-    assert ran.accelerator.local_process_index == 0
-    assert ran.ranks.world_size == 1
-    assert ran.run_config.is_distributed is False
-    assert ran.progress.update == 4
-    assert len(ran.run_history.get_metric_values("eval_loss_epoch")) == 2
+def test_a_trainer_tells_of_its_device_and_processes(trainer):
+    model = trainer.get_model()
+    assert {parameter.device for parameter in model.parameters()} == {trainer.device}
+    assert model is trainer.model
+    assert trainer.accelerator.local_process_index == 0
+    assert trainer.ranks.world_size == 1
+    assert trainer.run_config.is_distributed is False
+    assert trainer.progress.update == 4
+    assert len(trainer.run_history.get_metric_values("eval_loss_epoch")) == 2
 
 
 @row("batches on another device than the model", "batches are moved to the device, nested in any way")
@@ -153,11 +153,11 @@ def test_a_trainer_takes_one_optimizer_or_several():
     "gradients are cleared before the forward pass",
     "a run without updates",
 )
-def test_overridden_methods_clear_gradients_and_skip_updates(ran):
-    assert {"backward_step", "optimizer_step", "optimizer_zero_grad"} <= {*ran.calls}
+def test_overridden_methods_clear_gradients_and_skip_updates(trainer):
+    assert {"backward_step", "optimizer_step", "optimizer_zero_grad"} <= {*trainer.calls}
     zero = {"optimizer_zero_grad": lambda self: self.optimizer.zero_grad(set_to_none=False)}
-    trainer = train(make_trainer(trainer_class=type("Zero", (Trainer,), zero)))
-    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in trainer.model.parameters())
+    zeroing = train(make_trainer(trainer_class=type("Zero", (Trainer,), zero)))
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in zeroing.model.parameters())
 
     class ClearsFirst(Trainer):
         def optimizer_zero_grad(self):
@@ -167,12 +167,12 @@ def test_overridden_methods_clear_gradients_and_skip_updates(ran):
             super().optimizer_zero_grad()
             return super().calculate_train_batch_loss(batch)
 
-    trainer = make_trainer(trainer_class=ClearsFirst)
-    assert equal_weights(weights(train(trainer).model), weights(train(make_trainer()).model))
-    assert all(p.grad is not None for p in trainer.model.parameters())
-    trainer = make_trainer([listener(on_optimizer_step_start=lambda trainer: trainer.skip_update())])
-    before = weights(trainer.model)
-    assert equal_weights(weights(train(trainer).model), before)
+    clearing = make_trainer(trainer_class=ClearsFirst)
+    assert equal_weights(weights(train(clearing).model), weights(train(make_trainer()).model))
+    assert all(p.grad is not None for p in clearing.model.parameters())
+    skipping = make_trainer([listener(on_optimizer_step_start=lambda trainer: trainer.skip_update())])
+    before = weights(skipping.model)
+    assert equal_weights(weights(train(skipping).model), before)
 
 
 @pytest.mark.extension("tuning")
@@ -185,8 +185,8 @@ def test_diagnose_replaces_a_dry_run():
 
 
 @row("a context for evaluations")
-def test_evaluations_record_no_gradients(evaluated):
-    assert evaluated.trainer.seen["needs gradients"] is False
+def test_evaluations_record_no_gradients(evaluated_run):
+    assert evaluated_run.trainer.seen["needs gradients"] is False
 
 
 class CountsSteps(TrainerCallback):
@@ -271,12 +271,12 @@ def test_saved_weights_and_models_are_loaded(tmp_path):
     "an object of one process for all",
     "objects of all processes",
 )
-def test_values_are_exchanged_between_processes(ran):
+def test_values_are_exchanged_between_processes(trainer):
     pair = torch.tensor([1.0, 3.0])
-    assert ran.tensor_to_numeric(pair) == [1.0, 3.0]
-    assert ran.tensor_to_numeric(torch.tensor(2.0)) == 2.0
-    assert ran.tensor_to_numeric({"a": pair}, reduce="mean") == {"a": 2.0}
-    assert [ran.tensor_to_numeric(pair, reduce=kind) for kind in ("min", "max", "sum")] == [1.0, 3.0, 4.0]
-    ran.barrier()
-    assert ran.broadcast_object({"a": 1}, source=0) == {"a": 1}
-    assert ran.all_gather_object("it") == ["it"]
+    assert trainer.tensor_to_numeric(pair) == [1.0, 3.0]
+    assert trainer.tensor_to_numeric(torch.tensor(2.0)) == 2.0
+    assert trainer.tensor_to_numeric({"a": pair}, reduce="mean") == {"a": 2.0}
+    assert [trainer.tensor_to_numeric(pair, reduce=kind) for kind in ("min", "max", "sum")] == [1.0, 3.0, 4.0]
+    trainer.barrier()
+    assert trainer.broadcast_object({"a": 1}, source=0) == {"a": 1}
+    assert trainer.all_gather_object("it") == ["it"]

@@ -134,9 +134,9 @@ def test_states_and_outputs_are_kept_at_intervals(tmp_path, capsys):
 
 @pytest.mark.extension("model_summary")
 @row("a summary of the model")
-def test_the_summary_of_a_model_names_its_layers(ran):
+def test_the_summary_of_a_model_names_its_layers(trainer):
     pytest.importorskip("torchinfo")
-    assert "Linear" in str(ran.summary(make_data(), 2))
+    assert "Linear" in str(trainer.summary(make_data(), 2))
 
 
 @row("settings that share arguments")
