@@ -88,24 +88,25 @@ def test_signatures_fit_a_screen():
 # ----------------------------------------------------------------------------------------------- callbacks
 
 
-def draw(model: Any, samples: Any) -> torch.Tensor:
-    return torch.zeros(4, 4)
+def optional_arguments(callback_class: type) -> dict[str, Any]:
+    """The arguments that a callback has a default for, and one more if it takes any; metrics are passed by name."""
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(callback_class).parameters.items():
+        if parameter.default is not parameter.empty:
+            found[name] = parameter.default
+        elif parameter.kind is parameter.VAR_KEYWORD and callback_class.__name__ != "MetricsCallback":
+            found["with_stack"] = True
+    return found
 
 
 @pytest.mark.parametrize("callback_class", SHIPPED, ids=lambda cls: cls.__name__)
 def test_a_callback_is_shown_as_its_constructor_with_arguments(callback_class, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    name = callback_class.__name__
-    given = NEEDED.get(name, {}) | ({"fn": draw} if "fn" in NEEDED.get(name, {}) else {})
-    for parameter in inspect.signature(callback_class).parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            given = given | ({} if name == "MetricsCallback" else {"with_stack": True})  # arguments of metrics by name
-        elif parameter.default is not parameter.empty:
-            given = given | {parameter.name: parameter.default}
-    for arguments in (given, {key: value for key, value in given.items() if key in NEEDED.get(name, {})}):
+    needed = NEEDED.get(callback_class.__name__, {})
+    for arguments in (needed, optional_arguments(callback_class) | needed):
         shown = ast.parse(repr(callback_class(**arguments)), mode="eval").body
         assert isinstance(shown, ast.Call)
-        assert ast.unparse(shown.func) == name
+        assert ast.unparse(shown.func) == callback_class.__name__
         assert {keyword.arg for keyword in shown.keywords} == set(arguments)
         for keyword in shown.keywords:
             value = arguments[keyword.arg]
@@ -146,6 +147,10 @@ def test_callbacks_of_users_are_shown_in_the_same_way():
     with pytest.raises(TypeError, match=r"Plain\(\) takes no arguments"):
         Plain(1)  # type: ignore[call-arg]
     assert str(inspect.signature(Patient)) == "(factor: 'float', **options: 'Any') -> 'None'"
+
+
+def draw(model: Any, samples: Any) -> torch.Tensor:
+    return torch.zeros(4, 4)
 
 
 def test_large_values_are_abbreviated_and_secrets_left_out():

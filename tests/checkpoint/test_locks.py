@@ -10,13 +10,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from pytorch_accel_lite import Trainer, callbacks
+from pytorch_accel_lite import Trainer, TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from tests.launching import PATIENCE, WarmPython
 from tests.scripts.resumable import run, saved_states
@@ -184,39 +186,56 @@ def test_a_run_that_fails_early_releases_its_directory(tmp_path, resume_from):
     assert kept.value.__traceback__ is not None
 
 
-@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
-@pytest.mark.parametrize("is_other_first", [True, False])
-def test_a_run_locks_a_removed_directory_again(tmp_path, is_other_first):
-    """Otherwise two runs could save in one directory."""
-    code = (
-        "import sys; from pytorch_accel_lite.checkpoint.states.state_store import DirectoryStore\n"
-        "store = DirectoryStore(sys.argv[1]); store.lock(); print('locked', flush=True); sys.stdin.readline()"
-    )
-    command, pipe = [sys.executable, "-c", code, str(tmp_path / "states")], subprocess.PIPE
-    starts = 5 if is_other_first else 6
+LOCKS = """
+import sys
+from pytorch_accel_lite.checkpoint.states.state_store import DirectoryStore
+
+store = DirectoryStore(sys.argv[1])
+store.lock()
+print("locked", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def removed_and_locked(states: Path, update: int) -> Iterator[tuple[TrainerCallback, list[str]]]:
+    """Yield a callback that removes the states after 5 updates, and starts a process that locks them after some.
+
+    Also yield what that process answers: that it has locked them, or its error.
+    """
+    others: list[Any] = []
+    answers: list[str] = []
 
     def interfere(trainer: Trainer, **kwargs: Any) -> None:
         if trainer.progress.update == 5:
-            shutil.rmtree(tmp_path / "states")
-        if trainer.progress.update == starts:
-            others.append(WarmPython(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
-            answers.append(others[0].stdout.readline())
+            shutil.rmtree(states)
+        if trainer.progress.update == update:
+            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+            others.append(WarmPython([sys.executable, "-c", LOCKS, str(states)], text=True, **pipes))
+            answers.append(others[0].stdout.readline() or others[0].stderr.read())
 
-    others: list[Any] = []
-    answers: list[str] = []
-    interferes = listener(on_train_step_end=interfere)
     try:
-        if is_other_first:
-            with pytest.raises(RuntimeError, match=r"Another run \(process \d+\) .* another save_dir"):
-                run(tmp_path, extra=(interferes,))
-            assert answers == ["locked\n"]
-            assert not saved_states(tmp_path)
-        else:
-            run(tmp_path, extra=(interferes,))
-            assert answers == [""]
-            assert "Another run (process" in others[0].stderr.read()
-            assert [int(path.name[-2:]) for path in saved_states(tmp_path)] == [5, 6, 7, 8, 9, 10, 11, 12]
+        yield listener(on_train_step_end=interfere), answers
     finally:
         for other in others:
             other.kill()
             other.communicate()
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
+def test_a_run_locks_a_removed_directory_again(tmp_path):
+    """Otherwise two runs could save in one directory."""
+    with removed_and_locked(tmp_path / "states", update=6) as (interferes, answers):
+        run(tmp_path, extra=(interferes,))
+    (answer,) = answers
+    assert "Another run (process" in answer
+    assert [int(path.name[-2:]) for path in saved_states(tmp_path)] == [5, 6, 7, 8, 9, 10, 11, 12]
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
+def test_a_removed_directory_that_another_run_locks_is_refused(tmp_path):
+    error = pytest.raises(RuntimeError, match=r"Another run \(process \d+\) .* another save_dir")
+    with removed_and_locked(tmp_path / "states", update=5) as (interferes, answers), error:
+        run(tmp_path, extra=(interferes,))
+    assert answers == ["locked\n"]
+    assert not saved_states(tmp_path)

@@ -212,20 +212,14 @@ def shuffled_order() -> Any:
 
 def test_ranks_with_generators_of_their_own_agree_on_an_order(ranks):
     results = ranks(shuffled_order)
-    n = ranks.world_size
-    steps = -(-23 // (2 * n))
-    for key in results[0]:
-        if key == "weighted":
-            assert sum(len(batch) for result in results for batch in result[key]) == 23
-            continue
-        by_epoch = []
-        for epoch in range(2):
-            batches = [result[key][epoch * len(result[key]) // 2 :][: len(result[key]) // 2] for result in results]
-            seen = [sample for rank in batches for batch in rank for sample in batch]
-            assert sorted(seen) == list(range(23))
-            by_epoch.append(batches)
-        assert by_epoch[0] != by_epoch[1]
-        assert max(len(rank) for rank in by_epoch[0]) == steps
+    steps = -(-23 // (2 * ranks.world_size))
+    assert sum(len(batch) for result in results for batch in result["weighted"]) == 23
+    for key in results[0].keys() - {"weighted"}:
+        halves = [(result[key][:steps], result[key][steps:]) for result in results]
+        first, second = zip(*halves, strict=True)
+        for epoch in (first, second):
+            assert sorted(sample for batches in epoch for batch in batches for sample in batch) == list(range(23))
+        assert first != second
 
 
 def test_a_users_batch_sampler_is_divided_among_processes(ranks):

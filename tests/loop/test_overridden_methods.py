@@ -92,14 +92,12 @@ def test_what_an_overridden_run_config_changes_is_obeyed(by, changed):
             other = {name: getattr(whole, name) for name in (*changed, "num_epochs", "max_num_train_steps")}
             return whole if by == "arguments" else dataclasses.replace(config, **other)
 
-    runs = []
-    for trainer_class, arguments in ((Own, {}), (Trainer, changed)):
+    def trained(trainer_class, num_epochs=2, **arguments):
         norms: list[torch.Tensor] = []
-        note = listener(on_optimizer_step_end=lambda t, norms=norms, **_: norms.append(t.gradient_norm.clone()))
-        trainer = make_trainer([note], trainer_class=trainer_class)
-        train(trainer, **({"epochs": 2} | {"epochs" if k == "num_epochs" else k: v for k, v in arguments.items()}))
-        runs.append((trainer, norms))
-    (own, norms), (usual, usual_norms) = runs
+        note = listener(on_optimizer_step_end=lambda trainer, **_: norms.append(trainer.gradient_norm.clone()))
+        return train(make_trainer([note], trainer_class=trainer_class), num_epochs, **arguments), norms
+
+    (own, norms), (usual, usual_norms) = trained(Own), trained(Trainer, **changed)
     assert equal_weights(own.model.state_dict(), usual.model.state_dict())
     assert own.progress == usual.progress
     assert same_bits(norms, usual_norms)

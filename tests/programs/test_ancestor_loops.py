@@ -181,37 +181,39 @@ def test_an_evaluation_in_a_callback_does_not_replace_the_runs():
     assert len(trainer.run_history["eval_loss_epoch"]) == 4
 
 
+def trained_with(hook: str, base: Any) -> tuple[dict[str, torch.Tensor], list[list[float]], int]:
+    """Weights, losses and the next epoch after a run with a loop of its own, or whose hook takes another loader."""
+    other = DataLoader(make_data(3), batch_size=2)
+
+    class Own(base):  # type: ignore[misc, valid-type]
+        def _run_train_epoch(self, dl):
+            return super()._run_train_epoch(other if hook == "_run_train_epoch" else dl)
+
+        def _run_eval_epoch(self, dl, is_training=True):
+            return super()._run_eval_epoch(other if hook == "_run_eval_epoch" else dl, is_training)
+
+    if hook == "_run_training":
+        Own._run_training = OwnLoop._run_training
+    model = make_model()
+    trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    loaders = {"shuffle": False, "num_workers": 0}
+    how = {"train_dataloader_kwargs": loaders, "eval_dataloader_kwargs": loaders}
+    trainer.train(make_data(7), 3, make_data(4), per_device_batch_size=2, **how)
+    history = trainer.run_history
+    losses = [history.get_metric_values(name) for name in ("train_loss_epoch", "eval_loss_epoch")]
+    return weights(model), losses, history.current_epoch
+
+
 @pytest.mark.parametrize("hook", ["_run_training", "_run_train_epoch", "_run_eval_epoch"])
 def test_overridden_private_hooks_work_as_in_the_ancestor(hook):
     ancestor.skip_without_it()
     from pytorch_accelerated.trainer import Trainer as TheirTrainer
 
-    found = []
-    for base in (TheirTrainer, Trainer):
-        other = DataLoader(make_data(3), batch_size=2)
-
-        class Own(base):  # type: ignore[misc, valid-type]
-            def _run_train_epoch(self, dl):
-                return super()._run_train_epoch(self.other if hook == "_run_train_epoch" else dl)
-
-            def _run_eval_epoch(self, dl, is_training=True):
-                return super()._run_eval_epoch(self.other if hook == "_run_eval_epoch" else dl, is_training)
-
-        Own.other = other
-        if hook == "_run_training":
-            Own._run_training = OwnLoop._run_training
-        model = make_model()
-        trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
-        loaders = {"shuffle": False, "num_workers": 0}
-        how = {"train_dataloader_kwargs": loaders, "eval_dataloader_kwargs": loaders}
-        trainer.train(make_data(7), 3, make_data(4), per_device_batch_size=2, **how)
-        history = trainer.run_history
-        values = [history.get_metric_values(name) for name in ("train_loss_epoch", "eval_loss_epoch")]
-        found.append((weights(model), values, history.current_epoch))
-    (their_weights, their_values, their_epoch), (our_weights, our_values, our_epoch) = found
+    our_weights, our_losses, our_epoch = trained_with(hook, Trainer)
+    their_weights, their_losses, their_epoch = trained_with(hook, TheirTrainer)
     assert equal_weights(our_weights, their_weights)
     assert our_epoch == their_epoch
-    for ours, theirs in zip(our_values, their_values, strict=True):
+    for ours, theirs in zip(our_losses, their_losses, strict=True):
         assert ours == pytest.approx(theirs)
 
 

@@ -8,7 +8,7 @@ import inspect
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -127,6 +127,13 @@ def test_only_the_facade_names_extensions():
     assert {name for name in importing if not extension(name)} <= FACADE | public
 
 
+def names_from_the_package(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Each module of the package from which a file imports names, and these."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{PACKAGE.name}."):
+            yield str(node.module), [alias.name for alias in node.names]
+
+
 def test_extensions_use_only_what_users_can_import():
     """Of the package, they import names of the public paths, as a program of a user does.
 
@@ -135,20 +142,15 @@ def test_extensions_use_only_what_users_can_import():
     public = {*PUBLIC_PATHS, "callbacks", "checkpoint", "data", "optimizers", "schedulers"}
     public -= {"checking", "experiment"}  # of extensions
     for name, path in FILES.items():
-        if not extension(name):
-            continue
-        for node in ast.walk(parsed(path)):
-            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-            if not module.startswith(f"{PACKAGE.name}."):
-                continue
+        for module, names in names_from_the_package(path) if extension(name) else ():
             if layer_of(module) in public:
-                assert {alias.name for alias in node.names} <= {*importlib.import_module(module).__all__}, path
                 assert module == f"{PACKAGE.name}.{layer_of(module)}", (path, module)
+                assert {*names} <= {*importlib.import_module(module).__all__}, path
             elif extension(module) in NEEDED.get(extension(name), ()):
-                assert {alias.name for alias in node.names} <= {*importlib.import_module(module).__all__}, path
-                assert module.count(".") == 2, (path, module)
+                assert module == f"{PACKAGE.name}.extensions.{extension(module)}", (path, module)
+                assert {*names} <= {*importlib.import_module(module).__all__}, path
             elif extension(module) != extension(name):
-                assert (module, node.names[0].name) == (f"{PACKAGE.name}.trainer", "Trainer"), path
+                assert (module, names[0]) == (f"{PACKAGE.name}.trainer", "Trainer"), path
 
 
 def test_extensions_use_no_private_names_of_the_core():

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -216,49 +217,49 @@ class StepsItself(Trainer):
         return super().train_step(batch)
 
 
+class ThirdStepInterrupted(torch.optim.SGD):
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        if self.steps == 3:
+            raise KeyboardInterrupt
+        return super().step(closure)
+
+
+def interrupt_at_3(trainer: Trainer, **kwargs: Any) -> None:
+    if trainer.progress.update == 3:
+        raise KeyboardInterrupt
+
+
+def interrupted_in(place: str, trainer_class: type[Trainer]) -> Trainer:
+    """A trainer that is interrupted in the model, in a step of the optimizer, in an event, or not at all."""
+    model = float64_model()
+    optimizer_class = ThirdStepInterrupted if place == "step" else torch.optim.SGD
+    callbacks = [listener(**{place: interrupt_at_3})] if place in EVENTS else []
+    optimizer = optimizer_class(model.parameters(), lr=0.05)
+    trainer = make_trainer(callbacks, model, trainer_class, optimizer=optimizer, seed=1)
+    if place == "forward":
+        model.register_forward_pre_hook(lambda *_: interrupt_at_3(trainer))
+    return trainer
+
+
 @pytest.mark.parametrize(
     "trainer_class", [Trainer, pytest.param(StepsItself, marks=pytest.mark.extension("manual_optimization"))]
 )
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_an_interrupted_run_is_saved_only_between_its_steps(tmp_path, trainer_class, accumulation):
-    class Interrupted(torch.optim.SGD):
-        steps_left = -1
-
-        def step(self, closure=None):
-            self.steps_left -= 1
-            if not self.steps_left:
-                raise KeyboardInterrupt
-            return super().step(closure)
-
-    def interrupt(trainer, **kwargs):
-        if trainer.progress.update == 3:
-            raise KeyboardInterrupt
-
-    def make(event=None):
-        model = float64_model()
-        optimizer = Interrupted(model.parameters(), lr=0.05)
-        callbacks = [listener(**{event: interrupt})] if event in EVENTS else []
-        trainer = make_trainer(callbacks, model, trainer_class, optimizer=optimizer, seed=1)
-        if event == "forward":
-            model.register_forward_pre_hook(lambda *_: interrupt(trainer))
-        if event == "step":
-            optimizer.steps_left = 3
+    def run_to_the_interrupt(place, **kwargs):
+        trainer = interrupted_in(place, trainer_class)
+        with pytest.raises(KeyboardInterrupt) if place != "nowhere" else nullcontext():
+            trainer.train(float64_data(), 2, None, 4, gradient_accumulation_steps=accumulation, **kwargs)
         return trainer
 
-    def training(trainer, **kwargs):
-        trainer.train(float64_data(), 2, gradient_accumulation_steps=accumulation, per_device_batch_size=4, **kwargs)
-        return trainer
-
-    whole = training(make())
-    for event in ("forward", "step", "on_optimizer_step_end", "on_update_end"):
-        trainer = make(event)
-        with pytest.raises(KeyboardInterrupt):
-            training(trainer)
-        if event != "on_update_end":
-            with pytest.raises(RuntimeError, match="only be saved between updates"):
-                trainer.save_training_state(tmp_path / "state")
-            continue
-        trainer.save_training_state(tmp_path / "state")
-        again = training(make(), resume_from=tmp_path / "state")
-        assert again.progress == whole.progress
-        assert equal_weights(again.model.state_dict(), whole.model.state_dict())
+    for place in ("forward", "step", "on_optimizer_step_end"):
+        trainer = run_to_the_interrupt(place)
+        with pytest.raises(RuntimeError, match="only be saved between updates"):
+            trainer.save_training_state(tmp_path / "state")
+    run_to_the_interrupt("on_update_end").save_training_state(tmp_path / "state")
+    whole, again = run_to_the_interrupt("nowhere"), run_to_the_interrupt("nowhere", resume_from=tmp_path / "state")
+    assert again.progress == whole.progress
+    assert equal_weights(again.model.state_dict(), whole.model.state_dict())

@@ -79,6 +79,17 @@ def ancestor_finetuning() -> Any:
     return importlib.import_module("pytorch_accelerated.finetuning")
 
 
+def frozen_and_unfrozen(freezer: Any, model: nn.Module, indices: dict[str, int]) -> list[Any]:
+    """What is trained, the groups and the layers after freezing; then what is unfrozen, and trained again."""
+    freezer.freeze(**indices)
+    found: list[Any] = [set(trained(model)) - {"scale"}]
+    for items in (freezer.get_layer_groups(), freezer.get_layers()):
+        found.append([(item.layer_group_idx, type(item.module), item.is_frozen) for item in items])
+    groups = freezer.unfreeze(-1, 1)
+    found.append({number: sum(p.numel() for p in group["params"]) for number, group in groups.items()})
+    return [*found, set(trained(model)) - {"scale"}]
+
+
 @pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("freeze_batch_norms", [False, True])
@@ -87,24 +98,9 @@ def test_freezing_gives_what_the_ancestor_gives(ancestor_finetuning, name, freez
     """Except for parameters that the model itself owns, which the ancestor never freezes."""
     for indices in INDICES:
         ours, theirs = MODELS[name](), MODELS[name]()
-        freezers = [
-            ModelFreezer(ours, freeze_batch_norms),
-            ancestor_finetuning.ModelFreezer(theirs, freeze_batch_norms),
-        ]
-        for freezer in freezers:
-            freezer.freeze(**indices)
-        assert [n for n in trained(ours) if n != "scale"] == [n for n in trained(theirs) if n != "scale"]
-        for method in ("get_layer_groups", "get_layers"):
-            found, expected = (
-                [(item.layer_group_idx, type(item.module), item.is_frozen) for item in getattr(freezer, method)()]
-                for freezer in freezers
-            )
-            assert found == expected, method
-        found, expected = (freezer.unfreeze(-1, 1) for freezer in freezers)
-        assert {i: sum(p.numel() for p in group["params"]) for i, group in found.items()} == {
-            i: sum(p.numel() for p in group["params"]) for i, group in expected.items()
-        }
-        assert [n for n in trained(ours) if n != "scale"] == [n for n in trained(theirs) if n != "scale"]
+        found = frozen_and_unfrozen(ModelFreezer(ours, freeze_batch_norms), ours, indices)
+        freezer = ancestor_finetuning.ModelFreezer(theirs, freeze_batch_norms)
+        assert found == frozen_and_unfrozen(freezer, theirs, indices), indices
 
 
 def test_finetuning_has_the_types_and_defaults_of_the_ancestor():

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,23 @@ def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted_logs):
     assert [value for _, value in logged["tensorboard"]["loss"]] == pytest.approx(by_twos, rel=1e-6)
 
 
+def is_killed(begin: Callable[[], EarlyFork], folder: Path, delay: float) -> bool:
+    """Kill a run some time after it has written its page, and a state; return whether it was still alive."""
+    page = folder / "log" / "run.json"
+    before = page.stat().st_mtime_ns if page.exists() else 0
+    process, deadline = begin(), time.monotonic() + PATIENCE
+    while process.poll() is None and time.monotonic() < deadline:
+        has_written = page.exists() and page.stat().st_mtime_ns != before
+        if has_written and list(folder.glob("states/update-*")):
+            break
+        time.sleep(0.005)
+    time.sleep(delay)
+    was_alive = process.poll() is None
+    process.kill()
+    assert process.wait() != 0, "the run had ended"
+    return was_alive
+
+
 @pytest.mark.thorough
 @pytest.mark.soak
 @pytest.mark.programs
@@ -115,25 +133,16 @@ def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted_logs):
 @OF_THE_SCRIPT
 def test_a_run_killed_again_and_again_logs_the_same(uninterrupted_logs, tmp_path, saver_first):
     """SIGKILL at random times after a start; ``make soak`` for more of them."""
-    kills, wanted, chance = 0, 20 if SOAK else 2, random.Random(5)
-    page = tmp_path / "log" / "run.json"
-    while True:
-        began = page.stat().st_mtime_ns if page.exists() else 0
-        again = partial(run_with_mlflow, tmp_path, saver_first, delay=0.05, is_to_end=kills == wanted)
-        process = EarlyFork(again, tmp_path / "output")
-        if kills < wanted:
-            deadline = time.monotonic() + PATIENCE
-            while process.poll() is None and time.monotonic() < deadline:
-                has_begun = page.exists() and page.stat().st_mtime_ns != began
-                if has_begun and list(tmp_path.glob("states/update-*")):
-                    break
-                time.sleep(0.005)
-            time.sleep(chance.random() * (0.1 if wanted > 5 else 0.25))
-            kills += process.poll() is None
-            process.kill()
-        if process.wait() == 0:
-            break
-    assert kills == wanted
+
+    def begin(is_to_end=False):
+        again = partial(run_with_mlflow, tmp_path, saver_first, delay=0.05, is_to_end=is_to_end)
+        return EarlyFork(again, tmp_path / "output")
+
+    chance, longest = random.Random(5), 0.1 if SOAK else 0.25
+    kills, wanted = 0, 20 if SOAK else 2
+    while kills < wanted:
+        kills += is_killed(begin, tmp_path, chance.random() * longest)
+    assert begin(is_to_end=True).wait() == 0
     logged, expected = whole(tmp_path), whole(uninterrupted_logs)
     for name in ("epochs", "updates", "csv", "csv updates", "page", "tensorboard"):
         assert logged[name] == expected[name], name
