@@ -33,6 +33,7 @@ from pytorch_accel_lite.distributed.control_group import OtherCallError
 from pytorch_accel_lite.distributed.job_observers_seam import OBSERVERS, JobObserver, OpenTrainer
 from pytorch_accel_lite.distributed.lost_processes import ProcessLostError
 from pytorch_accel_lite.distributed.stack_frames import Stack
+from pytorch_accel_lite.extension_tools.texts_and_pages import Plots
 from pytorch_accel_lite.loop.inference import INFERENCE_STEP
 from pytorch_accel_lite.loop.model_setup import MODEL_CHANGES, STEP_COMPILER, StepCompiler
 from pytorch_accel_lite.loop.resuming import SCHEDULE_RECREATION
@@ -43,10 +44,9 @@ from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, RunInt
 from pytorch_accel_lite.run.error_notes_seam import ERROR_NOTES, MEMORY_ADVICE
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.latest_records import LoadedWeights
-from pytorch_accel_lite.run.metrics.history import HISTORY_TABLE
+from pytorch_accel_lite.run.metrics.history import HISTORY_TABLE, PLOTS
 from pytorch_accel_lite.run.metrics.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.metrics.metric_panels import MONITORS, MetricPanel
-from pytorch_accel_lite.run.metrics.plots_seam import PLOTS, Plots
 from pytorch_accel_lite.run.metrics.watched_metric import WatchedMetric
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import (

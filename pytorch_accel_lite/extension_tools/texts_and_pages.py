@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, TextIO
+from typing import TYPE_CHECKING, ClassVar, Protocol, TextIO, cast
 
+import numpy.typing as npt
+import torch
 from tqdm import tqdm
 
 from pytorch_accel_lite.base.display.escaping import escape_unprintable
@@ -14,12 +16,44 @@ from pytorch_accel_lite.base.display.formatting import format_metric, is_termina
 from pytorch_accel_lite.base.display.reprs import short_repr
 from pytorch_accel_lite.base.values.plain_values import as_number_or_text, as_plain, to_number
 from pytorch_accel_lite.extension_tools.templates import Column, render
+from pytorch_accel_lite.run.metrics.history import PLOTS, CurvePlots
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = [
-    "Column", "Report", "align", "as_number_or_text",
-    "as_plain", "escape_unprintable", "format_duration", "format_metric", "html_table", "in_notebook", "is_terminal",
-    "listed", "render", "short_repr", "shows_live", "to_number", "wrapped",
+    "Column", "Report", "align", "as_number_or_text", "as_plain", "escape_unprintable", "find_plots",
+    "format_duration", "format_metric", "html_table", "in_notebook", "is_terminal", "listed", "render", "short_repr",
+    "shows_live", "to_number", "wrapped",
 ]  # fmt: skip
+
+
+class Plots(CurvePlots, Protocol):
+    """Draws what a run has recorded and tried, for the methods ``plot()``."""
+
+    def plot_range_test(
+        self,
+        lrs: Sequence[float],
+        losses: Sequence[float],
+        smoothed: Sequence[float],
+        suggestion: float | None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> Figure:
+        """Plot the losses of a learning rate range test."""
+
+    def plot_sheet(
+        self,
+        images: Sequence[npt.ArrayLike | torch.Tensor],
+        titles: Sequence[str],
+        path: str | os.PathLike[str] | None = None,
+        columns: int = 5,
+    ) -> Figure:
+        """Draw images side by side."""
+
+
+def find_plots(wanted_by: str) -> Plots:
+    """Return what draws plots. Without it, raise an ``ImportError`` that begins with what wants it."""
+    return cast(Plots, PLOTS.get(wanted_by, ImportError))
 
 
 class Report:

@@ -15,11 +15,11 @@ import torch
 from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
 
-from pytorch_accel_lite.extending import PLOTS, TrainerCallback, TrainerLike
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_function, check_positive_int
 from pytorch_accel_lite.extension_tools.data_and_batches import is_list_of_samples, is_number, slice_batch
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import default_transform
-from pytorch_accel_lite.extension_tools.texts_and_pages import align
+from pytorch_accel_lite.extension_tools.texts_and_pages import align, find_plots
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -154,7 +154,7 @@ class WorstSamplesCallback(TrainerCallback):
             for s in self.samples
         ]
         images = [_dataset_of(sample, dataset)[sample.index][0] for sample in self.samples]
-        return PLOTS.get("WorstSamplesCallback.plot", ImportError).plot_sheet(images, titles, path)
+        return find_plots("WorstSamplesCallback.plot").plot_sheet(images, titles, path)
 
 
 def _dataset_of(sample: WorstSample, datasets: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, 
 from contextlib import contextmanager
 from itertools import takewhile
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from pytorch_accel_lite.base.arguments.argument_checks import check_names
 from pytorch_accel_lite.base.display.formatting import format_metric
@@ -19,7 +19,6 @@ from pytorch_accel_lite.base.optional_packages import import_extra
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.run.metrics.metric_panels import MetricValue as MetricValue
-from pytorch_accel_lite.run.metrics.plots_seam import PLOTS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,6 +30,22 @@ Row: TypeAlias = dict[str, MetricValue]
 
 #: What shows a history in a notebook: returns HTML, or ``None`` if the history does not know the epochs of its values.
 HISTORY_TABLE: Slot[Callable[[RunHistory], str | None]] = Slot("progress_table")
+
+
+class CurvePlots(Protocol):
+    """Draws the curves of a history. Extensions draw more with it: ``extending.Plots``."""
+
+    def plot_curves(
+        self,
+        curves: Mapping[str, tuple[Sequence[int], Sequence[MetricValue]]],
+        path: str | os.PathLike[str] | None = None,
+        directions: Mapping[str, bool | None] | None = None,
+    ) -> Figure:
+        """Plot metrics over epochs."""
+
+
+#: What draws plots.
+PLOTS: Slot[CurvePlots] = Slot("plots")
 
 
 class RunHistory(ABC):
