@@ -13,7 +13,6 @@ from pytorch_accel_lite.checkpoint.disk.checksums import verify as verify_tensor
 from pytorch_accel_lite.checkpoint.disk.locks import lock_path
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import write_tensors
 from pytorch_accel_lite.checkpoint.disk.shared_disks import check_is_shared
-from pytorch_accel_lite.checkpoint.disk.torch_files import load_verified
 from pytorch_accel_lite.checkpoint.models.model_forms import ADAPTERS, MODEL_FORMS, ModelForm, WriteModel
 from pytorch_accel_lite.checkpoint.saving import COMPANION_WRITERS, CompanionWriter, SavedModel
 from pytorch_accel_lite.checkpoint.states.manifest import catch_damage, manifest_text, read_manifest
@@ -33,6 +32,8 @@ from pytorch_accel_lite.distributed.control_group import OtherCallError
 from pytorch_accel_lite.distributed.job_observers_seam import OBSERVERS, JobObserver, OpenTrainer
 from pytorch_accel_lite.distributed.lost_processes import ProcessLostError
 from pytorch_accel_lite.distributed.stack_frames import Stack
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import MONITORS, MetricPanel
+from pytorch_accel_lite.extension_tools.states_and_files import load_verified
 from pytorch_accel_lite.extension_tools.texts_and_pages import Plots
 from pytorch_accel_lite.loop.inference import INFERENCE_STEP
 from pytorch_accel_lite.loop.model_setup import MODEL_CHANGES, STEP_COMPILER, StepCompiler
@@ -46,7 +47,6 @@ from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.latest_records import LoadedWeights
 from pytorch_accel_lite.run.metrics.history import HISTORY_TABLE, PLOTS
 from pytorch_accel_lite.run.metrics.losses import LossTracker, LossTrackers
-from pytorch_accel_lite.run.metrics.metric_panels import MONITORS, MetricPanel
 from pytorch_accel_lite.run.metrics.watched_metric import WatchedMetric
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import (

@@ -3,6 +3,13 @@
 from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.base.missing_extensions import missing_names_in
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import (
+    MetricPanel,
+    best_of,
+    direction_of,
+    is_monitor,
+    panels_by_metric,
+)
 from pytorch_accel_lite.extension_tools.texts_and_pages import Column, render
 from pytorch_accel_lite.extensions.plots import (
     NothingToPlotError,
@@ -15,8 +22,6 @@ from pytorch_accel_lite.extensions.plots import (
     svg_overlays,
     svg_panels,
 )
-from pytorch_accel_lite.run.metrics.metric_directions import direction_of
-from pytorch_accel_lite.run.metrics.metric_panels import MetricPanel, best_of, is_monitor, panels_by_metric
 
 __all__ = [
     "Column",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, 
 from contextlib import contextmanager
 from itertools import takewhile
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from pytorch_accel_lite.base.arguments.argument_checks import check_names
 from pytorch_accel_lite.base.display.formatting import format_metric
@@ -18,13 +18,14 @@ from pytorch_accel_lite.base.names.unknown_names import did_you_mean
 from pytorch_accel_lite.base.optional_packages import import_extra
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.run.metrics.metric_panels import MetricValue as MetricValue
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
 
+#: The value of a metric: usually a number, but a program may record anything.
+MetricValue: TypeAlias = Any
 #: The values of metrics by name, with the number of the epoch as ``epoch``.
 Row: TypeAlias = dict[str, MetricValue]
 
