@@ -25,8 +25,9 @@ from pytorch_accel_lite.loop.scheduler_creation import create_from_options
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.loop.training import loss_of, run_step
 from pytorch_accel_lite.run.error_notes_seam import add_error_notes, adding_error_notes
+from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.run_data import DataArguments
-from pytorch_accel_lite.run.scheduler_stepping import is_stepped_after_updates, step_after_update
+from pytorch_accel_lite.run.scheduler_stepping import step_after_update
 from pytorch_accel_lite.steps.step_choice import create_step
 
 __all__ = [
@@ -75,3 +76,8 @@ def _with_parts(value: object) -> Iterable[object]:
 def _is_plain_tensor(value: object) -> TypeGuard[torch.Tensor]:
     """Whether a value is a tensor that a step may change in place, and no result that still has its graph."""
     return type(value) is torch.Tensor and value.layout is torch.strided and value.grad_fn is None and not value.is_meta
+
+
+def is_stepped_after_updates(trainer: TrainerLike) -> bool:
+    """Whether the scheduler is stepped after each update that is not skipped."""
+    return trainer.scheduler is not None and trainer.current_run.request.scheduler_interval == "update"
