@@ -1,8 +1,6 @@
 """Public path of plots of what a run recorded (extra ``plot``). None needs a display."""
 
-from typing import TYPE_CHECKING
-
-from pytorch_accel_lite.base.missing_extensions import missing_names_in
+from pytorch_accel_lite.base.missing_extensions import add_missing_name_errors
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import (
     MetricPanel,
     best_of,
@@ -42,5 +40,4 @@ __all__ = [
     "svg_panels",
 ]
 
-if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-    __getattr__ = missing_names_in("plotting")
+add_missing_name_errors(__name__)

@@ -1,9 +1,7 @@
 """Public path of helpers: limits, a single process of a job, averages of weights, optional packages, texts."""
 
-from typing import TYPE_CHECKING
-
 from pytorch_accel_lite.base.display.formatting import format_metric, listed
-from pytorch_accel_lite.base.missing_extensions import missing_names_in
+from pytorch_accel_lite.base.missing_extensions import add_missing_name_errors
 from pytorch_accel_lite.base.optional_packages import import_extra
 from pytorch_accel_lite.distributed.launched_processes import record_error
 from pytorch_accel_lite.extension_tools.arguments_and_errors import suggest
@@ -46,5 +44,4 @@ __all__ = [
     "world_process_zero_only",
 ]
 
-if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-    __getattr__ = missing_names_in("utils")
+add_missing_name_errors(__name__)
