@@ -58,7 +58,7 @@ class Classification(NamedTuple):
         shape, wanted = predictions.shape, targets.shape
         is_of_classes = predictions.is_floating_point() and not targets.is_floating_point()
         one_each = shape[1:2] in ((), (1,)) and shape == wanted
-        if one_each or _has_one_channel(shape, wanted):
+        if one_each or _has_one_channel(shape, wanted) or _has_one_channel(wanted, shape):
             return cls("binary", 2)
         if is_of_classes and len(shape) == len(wanted) + 1 and shape[0] == wanted[0] and shape[2:] == wanted[1:]:
             return cls("multiclass", shape[1])
@@ -84,10 +84,12 @@ class Classification(NamedTuple):
 
 
 def with_shape_of_targets(predictions: Tree, targets: Tree, *others: Tree) -> tuple[Tree, ...]:
-    """Return the arguments of a metric without a single channel of the predictions that the targets lack."""
+    """Return the arguments of a metric without a single channel that only the predictions or the targets have."""
     are_tensors = isinstance(predictions, torch.Tensor) and isinstance(targets, torch.Tensor)
     if are_tensors and _has_one_channel(predictions.shape, targets.shape):
         predictions = predictions.squeeze(1)
+    elif are_tensors and _has_one_channel(targets.shape, predictions.shape):
+        targets = targets.squeeze(1)
     return (predictions, targets, *others)
 
 

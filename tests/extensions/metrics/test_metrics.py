@@ -653,6 +653,22 @@ def test_one_column_of_outputs_is_binary_without_one_of_targets(shape, whole, is
     assert found["mse"] == pytest.approx(((outputs - targets) ** 2).mean().item())
 
 
+@pytest.mark.parametrize("shape", [(8,), (8, 2, 2)])
+def test_one_column_of_targets_is_binary_without_one_of_outputs(shape):
+    torch.manual_seed(0)
+    targets = (torch.rand(shape) > 0.5).float()
+    data = TensorDataset(torch.randn(shape), targets.unsqueeze(1))
+
+    class Column(nn.BCEWithLogitsLoss):
+        def forward(self, outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+            return super().forward(outputs.unsqueeze(1), wanted)
+
+    trainer = Trainer(nn.Identity(), Column(), None, callbacks=[], metrics=["accuracy", "mse"])
+    found = trainer.evaluate(data, 3)
+    assert found["accuracy"] == pytest.approx(((data.tensors[0] > 0) == targets).float().mean().item())
+    assert found["mse"] == pytest.approx(((data.tensors[0] - targets) ** 2).mean().item())
+
+
 @pytest.mark.parametrize("loss_func", [nn.BCEWithLogitsLoss(), nn.functional.binary_cross_entropy_with_logits])
 @pytest.mark.parametrize("labels", [1, 2])
 def test_small_logits_of_a_batch_are_not_probabilities(labels, loss_func):
