@@ -32,6 +32,7 @@ from pytorch_accel_lite.extensions.metrics.metrics_by_name import (
     are_labels,
     as_labels,
     gives_logits,
+    takes_probabilities,
     with_shape_of_targets,
 )
 
@@ -77,6 +78,7 @@ class MetricsCallback(TrainerCallback):
     """
 
     _gives_logits = False
+    _takes_probabilities = False
     _evaluated: Run | None = None  # the run of the evaluation in progress
 
     def __init__(
@@ -138,7 +140,7 @@ class MetricsCallback(TrainerCallback):
         return [self.metrics, *([] if self.train_metrics is None else [self.train_metrics])]
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
-        self._gives_logits = gives_logits(trainer.loss_func)
+        self._note_loss(trainer)
         metrics = dict(self.metrics.items())
         directions = {name: getattr(metric, "higher_is_better", None) for name, metric in metrics.items()}
         directions |= {name: metric.higher_is_better for name, metric in self._pending.items()}
@@ -214,14 +216,13 @@ class MetricsCallback(TrainerCallback):
         """Update copies of the metrics before training, to find mistakes. An overridden ``_update`` is not tried."""
         if is_overridden(self, "_update") or is_overridden(self, "on_eval_step_end"):
             return
+        self._note_loss(trainer)
         copies = self.metrics.clone().to(trainer.device)
         if self._pending:
-            predictions, targets, *_ = self.transform(batch, batch_output)
-            classification = Classification.of(predictions, targets)
+            classification = self._classify(batch, batch_output)
             copies.add_metrics({name: metric.create(classification) for name, metric in self._pending.items()})
             copies.to(trainer.device)
         copies.reset()
-        self._gives_logits = gives_logits(trainer.loss_func)
         self._update(copies, batch, batch_output)
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -232,8 +233,16 @@ class MetricsCallback(TrainerCallback):
     def _complete(self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput) -> None:
         """Create the metrics that wait for the first outputs."""
         if batch_output["batch_size"]:  # not a filler batch
-            predictions, targets, *_ = self.transform(batch, batch_output)
-            self._create(Classification.of(predictions, targets), trainer)
+            self._create(self._classify(batch, batch_output), trainer)
+
+    def _note_loss(self, trainer: TrainerLike) -> None:
+        """Note what the loss says about the outputs and the targets."""
+        self._gives_logits = gives_logits(trainer.loss_func)
+        self._takes_probabilities = self.transform is default_transform and takes_probabilities(trainer.loss_func)
+
+    def _classify(self, batch: BatchData, batch_output: BatchOutput) -> Classification:
+        predictions, targets, *_ = self.transform(batch, batch_output)
+        return Classification.of(predictions, targets, self._takes_probabilities)
 
     def _create(self, classification: Classification, trainer: TrainerLike | None = None) -> None:
         created = {name: metric.create(classification) for name, metric in self._pending.items()}
@@ -310,12 +319,15 @@ class MetricsCallback(TrainerCallback):
     def _completed(self, arguments: tuple[Tree, ...], metric: Metric) -> tuple[Tree, ...]:
         """Return the arguments of a metric by name, which for binary labels are probabilities and integers.
 
-        torchmetrics takes logits for probabilities in batches in which all lie between 0 and 1.
+        Of targets that are probabilities of classes, the largest counts. torchmetrics takes logits for probabilities in
+        batches in which all lie between 0 and 1.
         """
         predictions, targets, *others = with_shape_of_targets(*arguments)
         if type(metric).__name__.startswith(("Binary", "Multilabel")) and self.transform is default_transform:
             predictions = torch.sigmoid(predictions) if self._gives_logits else predictions
             targets = as_labels(targets)
+        elif type(metric).__name__.startswith("Multiclass") and self._takes_probabilities:
+            targets = targets.argmax(1) if targets.shape == predictions.shape else targets
         return (predictions, targets, *others)
 
     def _record(self, trainer: TrainerLike, metrics: MetricCollection, prefix: str) -> None:

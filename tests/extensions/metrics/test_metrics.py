@@ -653,6 +653,38 @@ def test_one_column_of_outputs_is_binary_without_one_of_targets(shape, whole, is
     assert found["mse"] == pytest.approx(((outputs - targets) ** 2).mean().item())
 
 
+@pytest.mark.parametrize("shape", [(8,), (8, 2, 2)])
+def test_one_column_of_targets_is_binary_without_one_of_outputs(shape):
+    torch.manual_seed(0)
+    targets = (torch.rand(shape) > 0.5).float()
+    data = TensorDataset(torch.randn(shape), targets.unsqueeze(1))
+
+    class Column(nn.BCEWithLogitsLoss):
+        def forward(self, outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+            return super().forward(outputs.unsqueeze(1), wanted)
+
+    trainer = Trainer(nn.Identity(), Column(), None, callbacks=[], metrics=["accuracy", "mse"])
+    found = trainer.evaluate(data, 3)
+    assert found["accuracy"] == pytest.approx(((data.tensors[0] > 0) == targets).float().mean().item())
+    assert found["mse"] == pytest.approx(((data.tensors[0] - targets) ** 2).mean().item())
+
+
+@pytest.mark.parametrize("loss_func", [nn.CrossEntropyLoss(), nn.functional.cross_entropy])
+@pytest.mark.parametrize("arguments", [{}, {"num_classes": 3}])
+@pytest.mark.parametrize("pixels", [(), (2, 2)])
+def test_one_hot_targets_count_as_classes(loss_func, arguments, pixels):
+    torch.manual_seed(0)
+    outputs, classes = torch.randn(8, 3, *pixels), torch.randint(3, (8, *pixels))
+    one_hot = nn.functional.one_hot(classes, 3).movedim(-1, 1).float()
+    found = []
+    for targets in (classes, one_hot):
+        metrics = MetricsCallback(["accuracy", "auroc"], **arguments)
+        trainer = Trainer(nn.Identity(), loss_func, None, callbacks=[metrics])
+        found.append(trainer.evaluate(TensorDataset(outputs, targets), 3))
+    assert found[0]["accuracy"] == pytest.approx((outputs.argmax(1) == classes).float().mean().item())
+    assert [found[1][name] for name in ("accuracy", "auroc")] == [found[0][name] for name in ("accuracy", "auroc")]
+
+
 @pytest.mark.parametrize("loss_func", [nn.BCEWithLogitsLoss(), nn.functional.binary_cross_entropy_with_logits])
 @pytest.mark.parametrize("labels", [1, 2])
 def test_small_logits_of_a_batch_are_not_probabilities(labels, loss_func):
