@@ -33,6 +33,8 @@ _ALIASES = {
     "r2": "r2score",
     "sensitivity": "recall",
 }
+#: Classes that give the accuracy of several classes if they average over samples, as they do by default.
+_ACCURACIES_OF_SAMPLES = ("MulticlassF1Score", "MulticlassFBetaScore", "MulticlassPrecision", "MulticlassRecall")
 #: Tasks of classification metrics, with the argument that only this task needs.
 _TASKS = {"multiclass": "num_classes", "multilabel": "num_labels"}
 
@@ -112,6 +114,12 @@ def are_labels(targets: Tree) -> bool:
 def takes_probabilities(loss_func: object) -> bool:
     """Whether targets of the shape of the outputs are probabilities of classes for this loss, such as one-hot ones."""
     return isinstance(loss_func, torch.nn.CrossEntropyLoss) or loss_func is torch.nn.functional.cross_entropy
+
+
+def is_accuracy(metric: Metric) -> bool:
+    """Whether a metric of another name gives the accuracy, as it averages over the samples of all classes."""
+    is_of_samples = getattr(metric, "average", None) == "micro" and getattr(metric, "top_k", 1) == 1
+    return is_of_samples and type(metric).__name__ in _ACCURACIES_OF_SAMPLES
 
 
 def gives_logits(loss_func: object) -> bool:

@@ -32,6 +32,7 @@ from pytorch_accel_lite.extensions.metrics.metrics_by_name import (
     are_labels,
     as_labels,
     gives_logits,
+    is_accuracy,
     takes_probabilities,
     with_shape_of_targets,
 )
@@ -110,7 +111,7 @@ class MetricsCallback(TrainerCallback):
             self._pending = {name: m for name, m in named.items() if isinstance(m, NamedMetric) and m.needs_task}
             known = {name: m for name, m in named.items() if name not in self._pending}
             named = {name: m.create() if isinstance(m, NamedMetric) else m for name, m in known.items()}
-        self._must_agree = bool(self._pending)
+        self._must_agree, self._may_be_accuracy = bool(self._pending), "average" not in arguments
         is_dict = isinstance(named, Mapping) and all(isinstance(value, Metric) for value in named.values())
         if not is_dict and not isinstance(named, MetricCollection):
             values = metrics.values() if isinstance(metrics, Mapping) else [metrics]
@@ -142,6 +143,7 @@ class MetricsCallback(TrainerCallback):
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         self._note_loss(trainer)
         metrics = dict(self.metrics.items())
+        self._say_what_is_accuracy(trainer, metrics)
         directions = {name: getattr(metric, "higher_is_better", None) for name, metric in metrics.items()}
         directions |= {name: metric.higher_is_better for name, metric in self._pending.items()}
         and_others = not all(map(_is_single, metrics.values()))
@@ -222,6 +224,7 @@ class MetricsCallback(TrainerCallback):
             classification = self._classify(batch, batch_output)
             copies.add_metrics({name: metric.create(classification) for name, metric in self._pending.items()})
             copies.to(trainer.device)
+        self._say_what_is_accuracy(trainer, dict(copies.items()))
         copies.reset()
         self._update(copies, batch, batch_output)
 
@@ -240,12 +243,25 @@ class MetricsCallback(TrainerCallback):
         self._gives_logits = gives_logits(trainer.loss_func)
         self._takes_probabilities = self.transform is default_transform and takes_probabilities(trainer.loss_func)
 
+    def _say_what_is_accuracy(self, trainer: TrainerLike, metrics: Mapping[str, Metric]) -> None:
+        """Print once which metrics by name, such as F1, give the accuracy by torchmetrics' default."""
+        names = [name for name, metric in metrics.items() if name in self._named and is_accuracy(metric)]
+        if names and self._may_be_accuracy:
+            self._may_be_accuracy = False
+            passed = repr(names[0]) if len(names) == 1 else repr(names)
+            trainer.print(
+                f"{' and '.join(map(repr, names))}: torchmetrics averages over samples by default, which gives "
+                f"the accuracy. For the mean over classes, pass MetricsCallback({passed}, average='macro')."
+            )
+
     def _classify(self, batch: BatchData, batch_output: BatchOutput) -> Classification:
         predictions, targets, *_ = self.transform(batch, batch_output)
         return Classification.of(predictions, targets, self._takes_probabilities)
 
     def _create(self, classification: Classification, trainer: TrainerLike | None = None) -> None:
         created = {name: metric.create(classification) for name, metric in self._pending.items()}
+        if trainer is not None:
+            self._say_what_is_accuracy(trainer, created)
         self._classification = classification
         for metrics in [*self._collections, *(metrics for _, metrics in self._interrupted)]:
             metrics.add_metrics({name: metric.clone() for name, metric in created.items()})

@@ -737,6 +737,22 @@ def test_a_metric_by_name_is_watched_in_its_direction(tmp_path):
     assert stopping.best_metric == max(trainer.run_history.get_metric_values("f1"))
 
 
+@pytest.mark.parametrize("given", [{}, {"num_classes": 3}], ids=["by shape", "given"])
+def test_a_metric_that_is_the_accuracy_by_default_is_said_to_be(given, capsys):
+    data = classification()
+    trainer = class_trainer(MetricsCallback(["accuracy", "f1", "recall"], **given))
+    trainer.train(data, 2, data)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "averages over samples" in line]
+    assert line.startswith(
+        "'f1' and 'recall': torchmetrics averages over samples by default, which gives the accuracy."
+    )
+    assert line.endswith("pass MetricsCallback(['f1', 'recall'], average='macro').")
+    assert trainer.run_history["f1"] == trainer.run_history["recall"] == trainer.run_history["accuracy"]
+    class_trainer(MetricsCallback(["f1", "recall"], average="micro", **given)).train(data, 1, data)
+    class_trainer(MetricsCallback("auroc", **given)).train(data, 1, data)
+    assert "averages over samples" not in capsys.readouterr().out
+
+
 @pytest.mark.thorough
 def test_training_metrics_whose_task_was_found_are_resumed(tmp_path):
     def run(folder: str, **kwargs: Any) -> dict[str, Any]:
