@@ -7,7 +7,7 @@ import torch
 from pytorch_accel_lite.base.modules.mixed_precision import mixed_precision
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.step_outputs import total_loss
-from pytorch_accel_lite.loop.snapshot import StepSnapshot
+from pytorch_accel_lite.loop.snapshot import leaving_no_trace
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
 
@@ -26,5 +26,5 @@ def warm_up_ddp(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     sums, and so the last bits, depend on it: a resumed run must have had that first pass, too.
     """
     run.loop.must_warm_up_ddp = False
-    with StepSnapshot(trainer):
+    with leaving_no_trace(trainer):
         trainer.backward_step(loss_of(trainer, batch))
