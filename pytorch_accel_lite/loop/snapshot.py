@@ -24,6 +24,7 @@ from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.base.values.tensor_bits import distinct_elements
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.optimizers.optimizer_states import load_state_of
+from pytorch_accel_lite.run.metrics.history import count_values, shorten_to
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import (
     all_registered_objects,
@@ -190,5 +191,6 @@ def leaving_no_trace(trainer: TrainerLike) -> Iterator[None]:
     modules = [trainer.get_model(), *other_modules(trainer).values()]
     loss_func = [trainer.loss_func] if hasattr(trainer.loss_func, "__dict__") else []  # it may be no module
     parts = chain.from_iterable(module.modules() for module in modules)
-    with preserving_attributes(*dict.fromkeys([trainer, *loss_func, *parts])), StepSnapshot(trainer):
+    with preserving_attributes(*dict.fromkeys([trainer, *loss_func, *parts])), StepSnapshot(trainer) as before:
+        before.callback(shorten_to, trainer.run_history, count_values(trainer.run_history))
         yield

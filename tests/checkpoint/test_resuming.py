@@ -251,6 +251,7 @@ class MeasuresLosses(Trainer):
         output = super().calculate_train_batch_loss(batch)
         self.mean.mul_(0.5).add_(output["loss"].detach(), alpha=0.5)
         self.losses.append(output["loss"].item())
+        self.run_history.update_metric("step", self.progress.step)
         return {**output, "loss": output["loss"] / self.mean}
 
 
@@ -263,7 +264,8 @@ def attributes_that_steps_change(folder: Path) -> bool:
         saving = SaveTrainingStateCallback(folder, save_every_n_steps=1, save_at_end=False, max_checkpoints=None)
         trainer = MeasuresLosses(model, loss_func, optimizer, [saving] if resume_from is None else [])
         train(trainer, size=24, resume_from=resume_from)
-        results.append((trainer.mean, trainer.losses, model[0].calls, loss_func.number, weights(model)))
+        found = trainer.mean, trainer.losses, model[0].calls, loss_func.number, trainer.run_history.to_dict()
+        results.append((found, weights(model)))
     return same_bits(*results)
 
 
