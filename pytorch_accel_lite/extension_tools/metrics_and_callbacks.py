@@ -21,7 +21,7 @@ from pytorch_accel_lite.run.callback_handler import named_callbacks, set_listeni
 from pytorch_accel_lite.run.events import EVENTS, Failure, Phase, Picture, events_between, keywords_of
 from pytorch_accel_lite.run.goodput import describe_fractions
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
-from pytorch_accel_lite.run.metrics.history import MetricValue, NewMetrics, count_values
+from pytorch_accel_lite.run.metrics.history import MetricValue, NewMetrics, count_values, shorten_to
 from pytorch_accel_lite.run.metrics.metric_checks import ExpectedMetrics
 from pytorch_accel_lite.run.metrics.metric_directions import best_first, improvement, is_loss
 
@@ -30,7 +30,7 @@ __all__ = [
     "LogMetricsCallback", "MetricValue", "MetricWatcher", "NewMetrics", "Phase", "Picture", "PROGRESS_BARS", "best_of",
     "count_values", "default_transform", "describe_fractions", "direction_of", "epoch_of", "events_between",
     "improvement", "is_loss", "is_monitor", "keywords_of", "named_callbacks", "panels_by_metric", "parse_interval",
-    "set_listening",
+    "set_listening", "shorten_to",
 ]  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from pytorch_accel_lite.loop.resuming import (
     print_state_contents,
     resumed_run_is_over,
 )
-from pytorch_accel_lite.loop.snapshot import StepSnapshot
+from pytorch_accel_lite.loop.snapshot import leaving_no_trace
 from pytorch_accel_lite.run.error_notes_seam import add_error_notes
 from pytorch_accel_lite.run.loop_state import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase
@@ -226,7 +226,7 @@ def _warm_up_ddp(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     sums, and so the last bits, depend on it: a resumed run must have had that first pass, too.
     """
     run.loop.must_warm_up_ddp = False
-    with StepSnapshot(trainer):
+    with leaving_no_trace(trainer):
         trainer.backward_step(loss_of(trainer, batch))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
@@ -139,6 +139,10 @@ class MetricsCallback(TrainerCallback):
     @property
     def _collections(self) -> list[MetricCollection]:
         return [self.metrics, *([] if self.train_metrics is None else [self.train_metrics])]
+
+    @property
+    def _has_shares(self) -> bool:
+        return self._trainer is not None and self._trainer.division.has_fixed_shares
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         self._note_loss(trainer)
@@ -375,8 +379,10 @@ class MetricsCallback(TrainerCallback):
         if self.train_metrics is None:
             return known
         states = [_state_of(copy) for copy in self._copies_of(self.train_metrics).values()]
-        gathered = [states] if self._ranks is None else self._ranks.all_gather_object(states)
-        return {"ranks": list(chain.from_iterable(gathered)), **known}
+        by_rank = [states] if self._ranks is None else self._ranks.all_gather_object(states)
+        # Without shares, the first copies of all processes come first, as load_state_dict() deals them out.
+        groups = by_rank if self._has_shares else zip_longest(*by_rank)
+        return {"ranks": [state for state in chain.from_iterable(groups) if state is not None], **known}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by ``state_dict()``; each process loads its part."""
@@ -392,12 +398,17 @@ class MetricsCallback(TrainerCallback):
         if self.train_metrics is None or "ranks" not in state:
             return
         copies = list(self._copies_of(self.train_metrics).values())
+        if not self._has_shares:  # another number of processes takes over the states of all
+            own = state["ranks"] if self._ranks is None else state["ranks"][self._ranks.rank :: self._ranks.world_size]
+            for number, states in enumerate(own):
+                _load_state(self._copy_of(self.train_metrics, number), states)
+            return
         counts = [len(copies)] if self._ranks is None else self._ranks.all_gather_object(len(copies))
         count = sum(counts)
         if len(state["ranks"]) != count:
             warn_outside(
-                f"Training metrics cover only the rest of this epoch: they were saved by {len(state['ranks'])} "
-                f"processes and are resumed on {count}."
+                f"Training metrics cover only the rest of this epoch: they were saved for {len(state['ranks'])} "
+                f"logical processes and are resumed for {count}."
             )
             return
         first = 0 if self._ranks is None else sum(counts[: self._ranks.rank])
@@ -505,7 +516,7 @@ def _merge_over_ranks(metrics: MetricCollection, shares: Callable[[], list[Metri
     Args:
         shares: returns the shares of this process
     """
-    if ranks.world_size == 1 and shares()[0] is metrics:
+    if ranks.world_size == 1 and shares() == [metrics]:
         return
 
     def local() -> list[list[StateDict | None]]:

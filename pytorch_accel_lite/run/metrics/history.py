@@ -246,6 +246,11 @@ class RunHistory(ABC):
         return join_wrapped(f"{type(self).__name__}(", latest, ")")
 
 
+def shorten_to(history: RunHistory, counts: Mapping[str, int]) -> None:
+    """Delete what a history has recorded since ``count_values()`` returned these counts."""
+    history.shorten({**dict.fromkeys(history.get_metric_names(), 0), **counts})
+
+
 def count_values(history: RunHistory) -> dict[str, int]:
     """Return the number of values of each metric in a history, by name."""
     return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
 )
 from tests.launching import TORCHRUN, launch, two_are_enough
+from tests.ranks import world_size
 from tests.scripts.resumable import CopyStates, run
 from tests.small_models import adamw_trainer, float64_data, float64_model, listener, make_data, make_trainer, train
 
@@ -369,24 +371,35 @@ def ones(batch: Any, batch_output: Any) -> Any:
     return (torch.ones(len(batch[0])),)
 
 
-def training_metrics(folder: Path) -> Any:
-    """The samples of an epoch, whose last step has a sample for one process only."""
+def training_metrics(folder: Path, resume_from: Path | None = None) -> Any:
+    """The samples of an epoch, whose last step has a sample for one process only, and the order of its targets."""
     counts = MetricsCallback({"count": SumMetric()}, ones, train=True)
-    saver = SaveTrainingStateCallback(folder, save_every_n_steps=1, save_at_end=False)
-    trainer = adamw_trainer(float64_model(), callbacks=[counts, saver], seed=0)
-    trainer.train(float64_data(7), 1, per_device_batch_size=3)
-    return trainer.run_history.to_dict()
+    targets = MetricsCallback({"all": CatMetric()}, lambda batch, _: (batch[1].flatten(),), train=True)
+    saver = SaveTrainingStateCallback(folder, save_every_n_steps=1, save_at_end=False, max_checkpoints=None)
+    trainer = adamw_trainer(float64_model(), callbacks=[counts, targets, saver], seed=0)
+    trainer.train(float64_data(19), 1, per_device_batch_size=6 // world_size(), resume_from=resume_from)
+    return trainer.run_history.get_metric_values("train_count"), trainer.run_history.get_metric_values("train_all")
+
+
+def on_one(*arguments: Any) -> list[Any]:
+    return [training_metrics(*arguments)]
 
 
 @pytest.mark.processes
-def test_training_metrics_restart_with_fewer_processes(tmp_path, two_ranks):
-    for result in two_ranks.run(training_metrics, tmp_path):
-        assert result["train_count"] == [7.0]
-    counts = MetricsCallback({"count": SumMetric()}, ones, train=True)
-    trainer = adamw_trainer(float64_model(), callbacks=[counts, SaveTrainingStateCallback(tmp_path / "again")], seed=0)
-    with pytest.warns(UserWarning, match="they were saved by 2 processes and are resumed on 1"):
-        trainer.train(float64_data(7), 1, per_device_batch_size=3, resume_from=tmp_path / "update-000000001")
-    assert trainer.run_history.get_metric_values("train_count") == [1.0]
+def test_other_numbers_of_processes_take_over_training_metrics(tmp_path, job):
+    """Also after the last step of an epoch; and a run resumed once more continues to the same values."""
+    training_metrics(tmp_path / "1")
+    job(3).run(training_metrics, tmp_path / "3")
+    expected = sorted(float64_data(19).tensors[1].flatten().tolist())
+    for saved, resumed, update in ((3, 1, 1), (3, 1, 4), (3, 2, 1), (3, 2, 4), (1, 2, 2)):
+        folder = tmp_path / f"{saved} to {resumed} at {update}"
+        resume = on_one if resumed == 1 else partial(job(resumed).run, training_metrics)
+        found = resume(folder, tmp_path / f"{saved}/update-{update:09}")
+        for counts, targets in found:
+            assert counts == [19.0]
+            assert sorted(targets[0]) == pytest.approx(expected)
+        for state in sorted(folder.glob("update-*"))[:1]:
+            assert resume(folder / "again", state) == found
 
 
 @pytest.mark.processes
