@@ -13,6 +13,9 @@ from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.modules.module_modes import keep_in_eval, release_from_eval, stays_in_eval
 from pytorch_accel_lite.base.modules.unwrapping import without_compile
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.user_code import is_overridden
+from pytorch_accel_lite.checkpoint.disk.shards import is_sharded_tensor
+from pytorch_accel_lite.checkpoint.models.weights import sharded_like
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created, parts_of_optimizer
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.run.run import TrainerLike
@@ -93,6 +96,21 @@ def restore_trainability(trainer: TrainerLike, saved: StateDict) -> None:
     if now != before["trained"] and trainer.can_rewrap_model:
         trainer.rewrap_model()
     _say_what_differs(trainer, saved, now)
+
+
+def capture_gradients(trainer: TrainerLike) -> StateDict:
+    """Return the gradients that an overridden ``optimizer_zero_grad`` has left for later updates, by parameter."""
+    if not is_overridden(trainer, "optimizer_zero_grad"):
+        return {}
+    gradients = {name: parameter.grad for name, parameter in _parameters(trainer) if parameter.grad is not None}
+    return {name: grad for name, grad in gradients.items() if is_sharded_tensor(grad) or grad.norm() != 0}
+
+
+def restore_gradients(trainer: TrainerLike, saved: StateDict) -> None:
+    """Restore the gradients that ``capture_gradients`` has returned."""
+    for name, parameter in _parameters(trainer):
+        if name in saved:
+            parameter.grad = sharded_like(parameter, saved[name]).to(parameter.device, copy=True)
 
 
 def _say_what_differs(trainer: TrainerLike, saved: StateDict, now: Mapping[str, bool]) -> None:
