@@ -13,10 +13,9 @@ from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.modules.module_modes import keep_in_eval, release_from_eval, stays_in_eval
 from pytorch_accel_lite.base.modules.unwrapping import without_compile
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.checkpoint.disk.shards import is_sharded_tensor
 from pytorch_accel_lite.checkpoint.models.weights import sharded_like
-from pytorch_accel_lite.optimizers.optimizer_parts import is_created, parts_of_optimizer
+from pytorch_accel_lite.optimizers.optimizer_parts import is_created, optimized_parameters, parts_of_optimizer
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_modules, other_optimizers
@@ -99,11 +98,10 @@ def restore_trainability(trainer: TrainerLike, saved: StateDict) -> None:
 
 
 def capture_gradients(trainer: TrainerLike) -> StateDict:
-    """Return the gradients that an overridden ``optimizer_zero_grad`` has left for later updates, by parameter."""
-    if not is_overridden(trainer, "optimizer_zero_grad"):
-        return {}
-    gradients = {name: parameter.grad for name, parameter in _parameters(trainer) if parameter.grad is not None}
-    return {name: grad for name, grad in gradients.items() if is_sharded_tensor(grad) or grad.norm() != 0}
+    """Return by parameter the gradients that a method of the user has not cleared, so that a later update uses them."""
+    optimized = {id(p) for optimizer in _optimizers(trainer).values() for p in optimized_parameters(optimizer)}
+    left = {name: p.grad for name, p in _parameters(trainer) if p.grad is not None and id(p) in optimized}
+    return {name: grad for name, grad in left.items() if is_sharded_tensor(grad) or grad.norm() != 0}
 
 
 def restore_gradients(trainer: TrainerLike, saved: StateDict) -> None:
