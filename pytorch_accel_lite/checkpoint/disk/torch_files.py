@@ -22,7 +22,7 @@ _NUMPY_NUMBERS: list[Any] = [
     *{type(np.dtype(code)) for code in "?bhilqBHILQefd"},
 ]
 
-_PLAIN = frozenset({str, bytes, bool, int, float, complex, type(None)})
+_PLAIN = frozenset({str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device, torch.Size})
 
 #: What makes a plain value of one of a subclass, such as an enum, whatever the subclass's own conversions return.
 _TO_PLAIN: dict[type, Callable[..., Tree]] = {
