@@ -1,8 +1,6 @@
 """An exact, callback-driven trainer for PyTorch over Hugging Face Accelerate."""
 
-from typing import TYPE_CHECKING
-
-from pytorch_accel_lite.base.missing_extensions import missing_names_in
+from pytorch_accel_lite.base.missing_extensions import add_missing_name_errors
 from pytorch_accel_lite.callbacks import (
     CallbackHandler,
     NonFiniteLossError,
@@ -43,5 +41,4 @@ __all__ = [
     "notebook_launcher",
 ]
 
-if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-    __getattr__ = missing_names_in()
+add_missing_name_errors(__name__)

@@ -4,15 +4,17 @@ Yours may use them, too. ``extension_tools/`` has the functions and types that e
 """
 
 from pytorch_accel_lite.base.names.unknown_names import OTHER_LIBRARIES
+from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import JsonObject
+from pytorch_accel_lite.callbacks.default_callbacks import METRICS
+from pytorch_accel_lite.callbacks.save_training_state import JOB_QUEUES, JobQueue
 from pytorch_accel_lite.checkpoint.disk.atomic_files import FENCES
 from pytorch_accel_lite.checkpoint.disk.checksums import verify as verify_tensors
 from pytorch_accel_lite.checkpoint.disk.locks import lock_path
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import write_tensors
 from pytorch_accel_lite.checkpoint.disk.shared_disks import check_is_shared
-from pytorch_accel_lite.checkpoint.disk.torch_files import load_verified
-from pytorch_accel_lite.checkpoint.models.companion_files_seam import COMPANION_WRITERS, CompanionWriter, SavedModel
 from pytorch_accel_lite.checkpoint.models.model_forms import ADAPTERS, MODEL_FORMS, ModelForm, WriteModel
+from pytorch_accel_lite.checkpoint.saving import COMPANION_WRITERS, CompanionWriter, SavedModel
 from pytorch_accel_lite.checkpoint.states.manifest import catch_damage, manifest_text, read_manifest
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import SETTINGS_RECORDER, SettingsRecorder
 from pytorch_accel_lite.checkpoint.states.state_files import CapturedState, read_model, read_verified, write_files
@@ -30,8 +32,11 @@ from pytorch_accel_lite.distributed.control_group import OtherCallError
 from pytorch_accel_lite.distributed.job_observers_seam import OBSERVERS, JobObserver, OpenTrainer
 from pytorch_accel_lite.distributed.lost_processes import ProcessLostError
 from pytorch_accel_lite.distributed.stack_frames import Stack
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import MONITORS, MetricPanel
+from pytorch_accel_lite.extension_tools.states_and_files import load_verified
+from pytorch_accel_lite.extension_tools.texts_and_pages import Plots
 from pytorch_accel_lite.loop.inference import INFERENCE_STEP
-from pytorch_accel_lite.loop.model_setup import MODEL_CHANGES
+from pytorch_accel_lite.loop.model_setup import MODEL_CHANGES, STEP_COMPILER, StepCompiler
 from pytorch_accel_lite.loop.resuming import SCHEDULE_RECREATION
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot
 from pytorch_accel_lite.run.accumulation import GradientWindow
@@ -39,13 +44,9 @@ from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.error_notes_seam import ERROR_NOTES, MEMORY_ADVICE
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.job_queues_seam import JOB_QUEUES, JobQueue
 from pytorch_accel_lite.run.latest_records import LoadedWeights
-from pytorch_accel_lite.run.metrics.history import HISTORY_TABLE
+from pytorch_accel_lite.run.metrics.history import HISTORY_TABLE, PLOTS
 from pytorch_accel_lite.run.metrics.losses import LossTracker, LossTrackers
-from pytorch_accel_lite.run.metrics.metric_panels import MONITORS, MetricPanel
-from pytorch_accel_lite.run.metrics.metrics_seam import METRICS
-from pytorch_accel_lite.run.metrics.plots_seam import PLOTS, Plots
 from pytorch_accel_lite.run.metrics.watched_metric import WatchedMetric
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import (
@@ -62,7 +63,6 @@ from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS, RunChecks
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
 from pytorch_accel_lite.run.step_division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.training_state import TrainingState
-from pytorch_accel_lite.steps.compile_step_seam import STEP_COMPILER, StepCompiler
 from pytorch_accel_lite.steps.plain_step import PlainStep, backward
 from pytorch_accel_lite.steps.step_choice import (
     CLOSURE,
@@ -88,7 +88,7 @@ __all__ = [
     "INFERENCE_STEP", "InferenceStep", "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "METRICS",
     "MODEL_CHANGES", "MODEL_FORMS", "ModelForm", "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "SEQUENTIAL_READER",
     "RUN_CHECKS", "RunChecks", "SCHEDULE_RECREATION", "SETTINGS_RECORDER", "SHARDING", "SHARED_DATA_CHECKS",
-    "STEP_COMPILER", "STEP_KINDS", "STORES", "SequentialReader", "SettingsRecorder", "Sharding", "StateStore",
+    "STEP_COMPILER", "STEP_KINDS", "STORES", "SequentialReader", "SettingsRecorder", "Sharding", "Slot", "StateStore",
     "StepCompiler", "Store", "USER_ATTRIBUTES", "UserAttributes", "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",

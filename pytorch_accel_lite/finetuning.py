@@ -1,8 +1,6 @@
 """Public path of freezing and of groups of layers."""
 
-from typing import TYPE_CHECKING
-
-from pytorch_accel_lite.base.missing_extensions import missing_names_in
+from pytorch_accel_lite.base.missing_extensions import add_missing_name_errors
 from pytorch_accel_lite.base.modules.module_modes import stay_in_eval, stays_in_eval
 from pytorch_accel_lite.extensions.finetuning import BN_MODULES as BN_MODULES
 from pytorch_accel_lite.extensions.finetuning import (
@@ -26,5 +24,4 @@ __all__ = [
 
 _stay_in_eval = stay_in_eval  # models with frozen layers that version 0.2 pickled have it by this name
 
-if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-    __getattr__ = missing_names_in("finetuning")
+add_missing_name_errors(__name__)

@@ -1,8 +1,13 @@
 """Public path of plots of what a run recorded (extra ``plot``). None needs a display."""
 
-from typing import TYPE_CHECKING
-
-from pytorch_accel_lite.base.missing_extensions import missing_names_in
+from pytorch_accel_lite.base.missing_extensions import add_missing_name_errors
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import (
+    MetricPanel,
+    best_of,
+    direction_of,
+    is_monitor,
+    panels_by_metric,
+)
 from pytorch_accel_lite.extension_tools.texts_and_pages import Column, render
 from pytorch_accel_lite.extensions.plots import (
     NothingToPlotError,
@@ -15,8 +20,6 @@ from pytorch_accel_lite.extensions.plots import (
     svg_overlays,
     svg_panels,
 )
-from pytorch_accel_lite.run.metrics.metric_directions import direction_of
-from pytorch_accel_lite.run.metrics.metric_panels import MetricPanel, best_of, is_monitor, panels_by_metric
 
 __all__ = [
     "Column",
@@ -37,5 +40,4 @@ __all__ = [
     "svg_panels",
 ]
 
-if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-    __getattr__ = missing_names_in("plotting")
+add_missing_name_errors(__name__)

@@ -34,7 +34,7 @@ from pytorch_accel_lite.callbacks import (
     StopTrainingError,
     TerminateOnNaNCallback,
 )
-from pytorch_accel_lite.callbacks.default_callbacks import ADDED_TO_EACH_TRAINER
+from pytorch_accel_lite.callbacks.default_callbacks import ADDED_TO_EACH_TRAINER, METRICS
 from pytorch_accel_lite.checkpoint import loading, saving
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
@@ -93,7 +93,6 @@ from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
 from pytorch_accel_lite.run.metrics.history import InMemoryRunHistory, MetricValue, RunHistory
 from pytorch_accel_lite.run.metrics.losses import LossTracker, LossTrackers
-from pytorch_accel_lite.run.metrics.metrics_seam import METRICS
 from pytorch_accel_lite.run.metrics.watched_metric import latest_metric
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
@@ -109,7 +108,6 @@ from pytorch_accel_lite.schedulers.placeholders import (
 )
 from pytorch_accel_lite.schedulers.schedule_arguments import ScheduleArgument, resolve_names
 from pytorch_accel_lite.steps import clipping, skipped_updates
-from pytorch_accel_lite.steps.compile_step_seam import create_compiled_forward
 from pytorch_accel_lite.steps.step_choice import create_step
 from pytorch_accel_lite.trainer_methods import gather_and_broadcast, optimizer_factories, trainer_log
 
@@ -299,7 +297,7 @@ class Trainer:
         self.current_run.data.seed = self.seed
         self.division = create_division("logical_processes", logical_processes, self.ranks, self.seed)
         self._batch_adapter = BatchAdapter(model)
-        self.compiled_forward: CompiledForwardLike | None = create_compiled_forward(
+        self.compiled_forward: CompiledForwardLike | None = model_setup.create_compiled_forward(
             self, compile_step, self._batch_adapter
         )
         model_setup.apply_block_options(self)

@@ -1,14 +1,12 @@
 """Public path of helpers: limits, a single process of a job, averages of weights, optional packages, texts."""
 
-from typing import TYPE_CHECKING
-
-from pytorch_accel_lite.base.display.escaping import as_cell, from_cell
-from pytorch_accel_lite.base.display.formatting import format_bytes, format_metric, format_value, listed
-from pytorch_accel_lite.base.missing_extensions import missing_names_in
-from pytorch_accel_lite.base.names.unknown_names import suggest
+from pytorch_accel_lite.base.display.formatting import format_metric, listed
+from pytorch_accel_lite.base.missing_extensions import add_missing_name_errors
 from pytorch_accel_lite.base.optional_packages import import_extra
-from pytorch_accel_lite.base.values.plain_values import as_json
 from pytorch_accel_lite.distributed.launched_processes import record_error
+from pytorch_accel_lite.extension_tools.arguments_and_errors import suggest
+from pytorch_accel_lite.extension_tools.processes import result_of_first
+from pytorch_accel_lite.extension_tools.texts_and_pages import as_cell, as_json, format_bytes, format_value, from_cell
 from pytorch_accel_lite.extensions.idle_gpus import use_idle_gpus
 from pytorch_accel_lite.extensions.model_ema import ModelEma
 from pytorch_accel_lite.extensions.pytorch_accelerated import (
@@ -20,7 +18,7 @@ from pytorch_accel_lite.extensions.pytorch_accelerated import (
     worker_init_fn,
     world_process_zero_only,
 )
-from pytorch_accel_lite.trainer_methods.gather_and_broadcast import remove_padding, result_of_first
+from pytorch_accel_lite.trainer_methods.gather_and_broadcast import remove_padding
 
 __all__ = [
     "LIMIT_BATCHES_ENV_VAR",
@@ -46,5 +44,4 @@ __all__ = [
     "world_process_zero_only",
 ]
 
-if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-    __getattr__ = missing_names_in("utils")
+add_missing_name_errors(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -28,13 +28,16 @@ def missing_name_error(name: str, prefix: str = "") -> Exception:
     return AttributeError(f"{owner} has no attribute {name!r}")
 
 
-def missing_names_in(path: str = "") -> Callable[[str], NoReturn]:
-    """Return the ``__getattr__`` of a module at a public path, whose names may be those of a missing extension."""
+def add_missing_name_errors(module: str) -> None:
+    """Give a module at a public path errors for the names that it lacks because an extension is missing.
+
+    It sets the module's ``__getattr__``. If the module declared one, a type checker would accept any name.
+    """
 
     def raise_error(name: str) -> NoReturn:
-        raise missing_name_error(name, path)
+        raise missing_name_error(name, module.removeprefix(_PACKAGE).lstrip("."))
 
-    return raise_error
+    vars(sys.modules[module])["__getattr__"] = raise_error
 
 
 class _MissingMethod:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from pytorch_accel_lite.base.missing_extensions import missing_names_in
+from pytorch_accel_lite.base.missing_extensions import add_missing_name_errors
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.default_callbacks import DefaultCallbacks, get_default_callbacks
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
@@ -118,5 +116,4 @@ __all__ = [
 
 DEFAULT_CALLBACKS = DefaultCallbacks(get_default_callbacks())
 
-if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-    __getattr__ = missing_names_in("callbacks")
+add_missing_name_errors(__name__)

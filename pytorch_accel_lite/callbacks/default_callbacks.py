@@ -1,13 +1,18 @@
-"""The callbacks that a trainer has by default."""
+"""The callbacks that a trainer has by default, for its metrics, and besides those passed to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.base.arguments.argument_checks import check_bool
+from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
 from pytorch_accel_lite.run.events import TrainerCallback
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
 
 #: In the order in which they run. Extensions insert theirs.
 DEFAULTS: list[type[TrainerCallback]] = [MoveModulesToDeviceCallback, TerminateOnNaNCallback]
@@ -15,6 +20,9 @@ DEFAULTS: list[type[TrainerCallback]] = [MoveModulesToDeviceCallback, TerminateO
 PROGRESS_BARS: list[type[TrainerCallback]] = []
 #: Functions that return the callbacks which each trainer has besides those passed, as an environment variable may ask.
 ADDED_TO_EACH_TRAINER: list[Callable[[], Iterable[TrainerCallback]]] = []
+#: Creates the callback that records the metrics of ``Trainer(metrics=...)`` in each evaluation.
+METRICS: Slot[Callable[[str | Sequence[str] | Metric | MetricCollection | Mapping[str, Metric | str]], TrainerCallback]]
+METRICS = Slot("metrics")
 
 
 def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallback], ...]:

@@ -61,10 +61,12 @@ class TerminateOnNaNCallback(TrainerCallback):
             of_parts = run.loss_trackers.num_items
             losses = {name: mean_that_counts(loss, of_parts.get(name, items)) for name, loss in losses.items()}
         step = trainer.progress.step - 1
-        self._recent.append((step, {name: loss.detach() for name, loss in losses.items()}))
+        found = step, {name: loss.detach() for name, loss in losses.items()}
         if isinstance(latest, float):
-            self._search(trainer, self._recent)
-        elif step % self.LOOK_EVERY == 0:
+            self._search(trainer, [found])  # a mean over no items is not kept
+            return
+        self._recent.append(found)
+        if step % self.LOOK_EVERY == 0:
             self._look(trainer, losses["loss"].device)
 
     def _look(self, trainer: TrainerLike, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -31,7 +32,6 @@ from pytorch_accel_lite.checkpoint.disk.checkpoint_files import LEFT_OUT, write_
 from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, seal
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import write_sealed, write_tensors
 from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks
-from pytorch_accel_lite.checkpoint.models.companion_files_seam import COMPANION_WRITERS, SavedModel
 from pytorch_accel_lite.checkpoint.models.frozen_weights import check_has_trainable, leave_out_frozen
 from pytorch_accel_lite.checkpoint.models.model_forms import MODEL_FORMS, WriteModel, find_writer, write_in_form
 from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import (
@@ -170,6 +170,40 @@ def _split(location: Path | str) -> tuple[Path | str, str]:
         return location.parent, location.name
     folder, _, name = location.rpartition("/")
     return folder, name
+
+
+class SavedModel(NamedTuple):
+    """A model in a directory that already has its weights.
+
+    Args:
+        folder: the directory; for a URL, a temporary directory whose files are then uploaded
+        location: the path or URL passed to ``save_model()``
+        trainable_only: whether frozen parameters were left out
+        card_data: the argument of ``save_model()``; empty by default
+    """
+
+    folder: Path
+    location: Path | str
+    trainable_only: bool
+    card_data: Mapping[str, object]
+
+
+class CompanionWriter(Protocol):
+    """Writes companion files, such as a description, beside the weights of each model that is saved in a directory."""
+
+    def check(self, card_data: Mapping[str, object]) -> None:
+        """Check the user's ``card_data`` on each process, before anything is saved.
+
+        Raises:
+            TypeError: if the data cannot be written; likewise ``ValueError``
+        """
+
+    def write(self, trainer: TrainerLike, saved: SavedModel) -> None:
+        """Write the files. Called only on the first process."""
+
+
+#: The writers of companion files by name, in the order of their calls. An extension adds its own.
+COMPANION_WRITERS: dict[str, CompanionWriter] = {}
 
 
 def save_model(

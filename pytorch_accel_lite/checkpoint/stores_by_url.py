@@ -104,11 +104,6 @@ def read_state(location: Path | str, ranks: Ranks) -> TrainingState:
     return store_of(location).read_state(location, ranks)
 
 
-def local_copy(location: Path | str) -> AbstractContextManager[Path]:
-    """Return a context of the directory of a state, or of a verified copy of a state in a store."""
-    return nullcontext(location) if isinstance(location, Path) else store_of(location).fetch_state(location)
-
-
 def open_folder(location: Path | str) -> AbstractContextManager[Path]:
     """Return a context of a directory for a model: at a path, or a temporary directory that is uploaded to a URL."""
     return nullcontext(location) if isinstance(location, Path) else store_of(location).collect(location)

@@ -1,8 +1,6 @@
 """The batches of a process: their order, shares, reading and placing on the device."""
 
-from typing import TYPE_CHECKING
-
-from pytorch_accel_lite.base.missing_extensions import missing_names_in
+from pytorch_accel_lite.base.missing_extensions import add_missing_name_errors
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
 from pytorch_accel_lite.data.loader_base import FailedRead, LoaderOptions, ShardedLoader
@@ -58,5 +56,4 @@ __all__ = [
     "unpack",
 ]
 
-if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-    __getattr__ = missing_names_in("data")
+add_missing_name_errors(__name__)

@@ -29,7 +29,8 @@ def infer_batch_size(batch: BatchData, expected: int | None = None) -> int:
             return length  # the usual case, without slow checks of abstract types
     if expected is not None and (is_packed(batch) or any(is_as_long(part, expected) for part in parts_in(batch))):
         return expected
-    result = next((len(tensor) for tensor in tensors_in(batch)), None)
+    result = _length_of_lists(batch)
+    result = next((len(tensor) for tensor in tensors_in(batch)), None) if result is None else result
     result = _reported_size(batch, expected) if result is None else result
     if result is None:
         raise ValueError(
@@ -38,6 +39,13 @@ def infer_batch_size(batch: BatchData, expected: int | None = None) -> int:
             "before the step: give the batch a tensor with a row for each sample, or an attribute batch_size."
         )
     return result
+
+
+def _length_of_lists(batch: BatchData) -> int | None:
+    """Return the length of the lists in a batch if all have an element for each sample, as for detectors."""
+    lists = batch if isinstance(batch, (list, tuple)) else ()
+    lengths = [len(part) for part in lists if are_dicts_of_samples(part)]
+    return lengths[0] if lengths and all(is_as_long(part, lengths[0]) for part in lists) else None
 
 
 def _reported_size(batch: BatchData, expected: int | None) -> int | None:
@@ -70,6 +78,12 @@ def is_packed(batch: BatchData) -> bool:
     """Whether a batch is a single row of several sequences, each with positions from 0."""
     positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
     return isinstance(positions, torch.Tensor) and positions.ndim == 2 and len(positions) == 1
+
+
+def are_dicts_of_samples(data: Tree) -> bool:
+    """Whether a list has a dict with the same keys for each sample, as the targets of detectors."""
+    is_list = isinstance(data, (list, tuple)) and len(data) > 0
+    return is_list and all(isinstance(element, Mapping) and element.keys() == data[0].keys() for element in data)
 
 
 def is_as_long(data: Tree, size: int) -> bool:

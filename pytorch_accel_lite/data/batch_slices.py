@@ -12,7 +12,7 @@ from accelerate.utils.operations import honor_type
 
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.values.nested_data import is_dataclass, parts_in
-from pytorch_accel_lite.data.batch_size import is_as_long
+from pytorch_accel_lite.data.batch_size import are_dicts_of_samples, is_as_long
 from pytorch_accel_lite.data.sources import BatchData, find_length
 
 
@@ -25,7 +25,7 @@ def is_list_of_samples(data: Tree, size: int) -> bool:
     """
     if not isinstance(data, (list, tuple)) or len(data) != size:
         return False
-    if size and all(isinstance(element, Mapping) and element.keys() == data[0].keys() for element in data):
+    if are_dicts_of_samples(data):
         return True
     as_long = [is_as_long(element, size) for element in data]
     kinds = {(type(element), element.shape[1:] if isinstance(element, torch.Tensor) else None) for element in data}

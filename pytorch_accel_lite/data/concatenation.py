@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import recursively_apply
 from accelerate.utils.operations import honor_type
 
+from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.machine.devices import await_processes
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.values.nested_data import is_dataclass, tensors_in
@@ -67,6 +68,12 @@ def concatenate(parts: Sequence[Tree]) -> Tree:
                 "concatenated. Pad them to one shape in calculate_predict_batch_output."
             ) from error
     if isinstance(first, Mapping):
+        if of_some := set().union(*parts) - set(first).intersection(*parts):
+            raise ValueError(
+                f"predict: only for some batches, the model returned {listed(sorted(map(repr, of_some)))} with a "
+                "sample dimension. Return the same tensors in calculate_predict_batch_output for each batch, also for "
+                "one of a single sample."
+            )
         return {key: concatenate([part[key] for part in parts]) for key in first}
     if len({len(part) for part in parts}) > 1:
         raise ValueError(

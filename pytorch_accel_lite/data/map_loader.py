@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, starmap
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -15,9 +15,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.random_generators.reachable_objects import nested_in
 from pytorch_accel_lite.base.random_generators.seeding import derive_seed, draw_seed, seed_generators
+from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.data.batches import Batch, Share
 from pytorch_accel_lite.data.computed_order import ComputedOrder
-from pytorch_accel_lite.data.data_marks_seam import Marks, marks_of
 from pytorch_accel_lite.data.loader_base import FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.reading import InMemory, add_missing_note, as_rows, read_rows, reader_of, tensors_in_memory
 from pytorch_accel_lite.data.sample_order import Order, draw_order, of_all_processes, order_of_sampler
@@ -238,6 +238,18 @@ class _EpochShares:
         ends = read["epoch"] < epoch
         advance_sampler(self.sampler, read, ends, lambda s, n: order_of_sampler(s, seed, n, reported(n)))
         return read
+
+
+#: Numbers and types that differ if objects, or their contents, have changed.
+Marks: TypeAlias = list[object]
+#: Returns the marks of objects, by which workers that stay between epochs are known to have the data as they are.
+#: Without it, all count as changed, and workers are started again for each epoch.
+DATA_MARKS: Slot[Callable[[Iterable[object]], Marks]] = Slot("kept_workers")
+
+
+def marks_of(roots: Iterable[object]) -> Marks:
+    """Return marks that differ if objects, or their contents, have changed; reads nothing from a device."""
+    return [object()] if DATA_MARKS.content is None else DATA_MARKS.content(roots)
 
 
 class _Idle(NamedTuple):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from pytorch_accel_lite.distributed.job_observers_seam import OBSERVERS, OpenTrainer
+from pytorch_accel_lite.distributed.lost_processes import is_about_lost_process
 from pytorch_accel_lite.distributed.ranks import Ranks
 from pytorch_accel_lite.distributed.stack_frames import AT_THE_END
 
@@ -60,6 +61,15 @@ def _close_all() -> None:
             exec("raise KeyboardInterrupt")
 
 
+def _uncaught_error() -> str:
+    """Return the error that ends the program outside of runs, for the other processes; an empty text without any."""
+    error = getattr(sys, "last_value", None)
+    if error is None or _last_run_failed or is_about_lost_process(error):
+        return ""
+    described = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(":. ")
+    return f"has left the program: {described}."
+
+
 def _leave_job() -> None:
     """Close all trainers, and leave the job together with the other processes unless one has failed."""
     for trainer in list(_open):
@@ -70,7 +80,7 @@ def _leave_job() -> None:
     accelerator, ranks = _job.pop()
     failed = _last_run_failed or hasattr(sys, "last_type")  # set once the interpreter has printed an uncaught error
     if dist.is_available() and dist.is_initialized():
-        reason = "" if failed else "has reached the end of its program."
+        reason = _uncaught_error() if failed else "has reached the end of its program."
         if not failed:
             try:
                 ranks.barrier(_EXIT_TIMEOUT)

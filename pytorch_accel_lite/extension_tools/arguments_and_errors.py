@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+from torch import nn
 
 from pytorch_accel_lite.base.arguments.argument_checks import (
     check_bool,
     check_choice,
     check_dict,
-    check_function,
     check_int,
-    check_module,
     check_names,
     check_number,
     check_positive_int,
     check_positive_number,
     check_range,
-    check_text,
     optional,
+    refuse_class,
 )
 from pytorch_accel_lite.base.arguments.checked_calls import checked_calls
 from pytorch_accel_lite.base.arguments.constructor_calls import arguments_of, library_attributes
@@ -25,7 +27,7 @@ from pytorch_accel_lite.base.arguments.paths import is_place, parse_location
 from pytorch_accel_lite.base.display.shown_errors import add_note, notes_of
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
-from pytorch_accel_lite.base.names.unknown_names import did_you_mean, events_meant, suggest
+from pytorch_accel_lite.base.names.unknown_names import did_you_mean, events_meant, our_names
 from pytorch_accel_lite.base.optional_packages import install_command
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_in_this_package, is_overridden
 
@@ -37,6 +39,8 @@ __all__ = [
     "may_differ", "missing_extension_text", "notes_of", "optional", "parse_location", "suggest",
     "warn_outside",
 ]  # fmt: skip
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: Names of arguments for devices, parts of a job, and data.
 _ELSEWHERE = re.compile(
@@ -53,3 +57,35 @@ def describe_error(error: Exception) -> str:
     """Return the class and the first line of an error."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[-1] if 'Original Traceback' in str(error) else lines[0]}"
+
+
+def check_text(name: str, value: object) -> str:
+    """Return ``value`` if it is a string that is not empty, otherwise raise an error that names the argument."""
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"{name}={value!r} must be a string that is not empty.")
+    return value
+
+
+def check_module(name: str, value: object) -> nn.Module:
+    """Return ``value`` if it is a module, otherwise, as for its parameters, raise an error that names the argument."""
+    refuse_class(name, value)
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{name}={value!r} must be a torch.nn.Module, not {type(value).__name__}.")
+    return value
+
+
+def check_function(name: str, value: F) -> F:
+    """Return ``value`` if it can be called, otherwise raise an error that names the argument."""
+    if not callable(value):
+        raise TypeError(f"{name}={value!r} must be a function, not {type(value).__name__}.")
+    return value
+
+
+def suggest(word: str, existing: Collection[str], cutoff: float = 0.6) -> str:
+    """Return ``" Did you mean 'x'?"`` for the name that other libraries call ``word``, or a similar one, or nothing.
+
+    Args:
+        cutoff: how similar a word must be, from 0 to 1
+    """
+    ours = [ours for ours in our_names(word) if ours in existing]
+    return f" Did you mean {' or '.join(map(repr, ours))}?" if ours else did_you_mean(word, existing, cutoff)

@@ -17,13 +17,12 @@ from pytorch_accel_lite.data.batch_size import infer_batch_size, is_as_long, is_
 from pytorch_accel_lite.data.batch_slices import WHAT_CAN_BE_SPLIT, is_list_of_samples, select_samples
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, to_cpu
-from pytorch_accel_lite.data.data_marks_seam import DATA_MARKS, Marks, marks_of
 from pytorch_accel_lite.data.dataloader_creation import DEFAULT_BATCH_SIZE, LoaderKwargs
 from pytorch_accel_lite.data.device_placement import to_device
 from pytorch_accel_lite.data.loader_base import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SequentialReader, is_loader_of_torch
 from pytorch_accel_lite.data.loss_functions import LossShapeError, shapes_are_known
-from pytorch_accel_lite.data.map_loader import MapLoader
+from pytorch_accel_lite.data.map_loader import DATA_MARKS, MapLoader, Marks, marks_of
 from pytorch_accel_lite.data.named_datasets import check_are_named, sizes_of
 from pytorch_accel_lite.data.reading import add_missing_note, names_sample, reader_of
 from pytorch_accel_lite.data.sample_order import of_all_processes

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.optim import Optimizer
 
+from pytorch_accel_lite.base.values.plain_values import to_number
 from pytorch_accel_lite.distributed.gradient_sync import average_gradients, no_sync_within_window, sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.optimizer_checks import not_optimized
 from pytorch_accel_lite.optimizers.optimizer_parts import (
@@ -23,7 +25,6 @@ from pytorch_accel_lite.optimizers.param_group_options import (
     Rate,
     initial_options,
     layer_scales,
-    learning_rates,
     scheduled_options,
     set_option,
 )
@@ -71,3 +72,12 @@ def current_rates(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
 def format_rates(rates: Sequence[Rate | torch.Tensor]) -> str:
     """Return learning rates as a text, each once."""
     return ", ".join(dict.fromkeys("none" if rate is None else f"{rate:.3g}" for rate in rates))
+
+
+def learning_rates(optimizer: Optimizer, name: str = "lr") -> list[Rate]:
+    """Return the learning rate of each parameter group, ``None`` for groups without one.
+
+    Args:
+        name: ``"lr"``, or ``"initial_lr"`` for the rates before any schedule, if they are known
+    """
+    return [to_number(group.get(name, group.get("lr"))) for group in optimizer.param_groups]

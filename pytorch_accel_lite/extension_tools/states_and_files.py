@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from pytorch_accel_lite.base.modules.unwrapping import without_compile
-from pytorch_accel_lite.checkpoint.disk.atomic_files import write_bytes
+from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.checkpoint.disk.atomic_files import replacing
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import LEFT_OUT
+from pytorch_accel_lite.checkpoint.disk.checksums import verify
 from pytorch_accel_lite.checkpoint.disk.shards import find_tensors, first_holder, is_sharded_tensor
 from pytorch_accel_lite.checkpoint.disk.torch_files import load_plain
 from pytorch_accel_lite.checkpoint.models.frozen_weights import (
@@ -36,7 +40,7 @@ from pytorch_accel_lite.checkpoint.states.manifest import (
 )
 from pytorch_accel_lite.checkpoint.states.state_files import MODEL, open_state, read_weights
 from pytorch_accel_lite.checkpoint.states.state_store import remove_old_states, state_name
-from pytorch_accel_lite.checkpoint.stores_by_url import local_copy, open_store
+from pytorch_accel_lite.checkpoint.stores_by_url import open_store, store_of
 from pytorch_accel_lite.run.step_division import DIVISIONS
 from pytorch_accel_lite.run.trainer_parts.trained_objects import (
     SavedBeside,
@@ -77,3 +81,24 @@ def every_part_is_held(tensor: torch.Tensor, holders: Collection[int]) -> bool:
     positions = tensor.device_mesh.mesh
     coordinates = positions.new_ones(positions.shape).nonzero().tolist()
     return all(first_holder(tensor, coordinate, holders) is not None for coordinate in coordinates)
+
+
+def local_copy(location: Path | str) -> AbstractContextManager[Path]:
+    """Return a context of the directory of a state, or of a verified copy of a state in a store."""
+    return nullcontext(location) if isinstance(location, Path) else store_of(location).fetch_state(location)
+
+
+def load_verified(path: Path) -> Tree:
+    """Load a single file written by ``torch.save``, after checking its content against its own checksums.
+
+    Raises:
+        ValueError: if the file is damaged, or cannot be loaded without running code
+    """
+    verify(path)
+    return load_plain(path)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file atomically."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)

@@ -2,24 +2,64 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import sys
-from collections.abc import Iterable, Sequence
-from typing import ClassVar, TextIO
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TextIO, TypeVar, cast
 
+import numpy.typing as npt
+import torch
 from tqdm import tqdm
 
 from pytorch_accel_lite.base.display.escaping import escape_unprintable
 from pytorch_accel_lite.base.display.formatting import format_metric, is_terminal, listed, wrapped
 from pytorch_accel_lite.base.display.reprs import short_repr
-from pytorch_accel_lite.base.values.plain_values import as_number_or_text, as_plain, to_number
+from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.base.values.plain_values import to_number
 from pytorch_accel_lite.extension_tools.templates import Column, render
+from pytorch_accel_lite.run.metrics.history import PLOTS, CurvePlots
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = [
-    "Column", "Report", "align", "as_number_or_text",
-    "as_plain", "escape_unprintable", "format_duration", "format_metric", "html_table", "in_notebook", "is_terminal",
-    "listed", "render", "short_repr", "shows_live", "to_number", "wrapped",
+    "Column", "Report", "align", "as_number_or_text", "as_plain", "escape_unprintable", "find_plots",
+    "format_duration", "format_metric", "html_table", "in_notebook", "is_terminal", "listed", "render", "short_repr",
+    "shows_live", "to_number", "wrapped",
 ]  # fmt: skip
+
+T = TypeVar("T")
+_FORMULA = re.compile(r"'*[=+@-]")
+
+
+class Plots(CurvePlots, Protocol):
+    """Draws what a run has recorded and tried, for the methods ``plot()``."""
+
+    def plot_range_test(
+        self,
+        lrs: Sequence[float],
+        losses: Sequence[float],
+        smoothed: Sequence[float],
+        suggestion: float | None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> Figure:
+        """Plot the losses of a learning rate range test."""
+
+    def plot_sheet(
+        self,
+        images: Sequence[npt.ArrayLike | torch.Tensor],
+        titles: Sequence[str],
+        path: str | os.PathLike[str] | None = None,
+        columns: int = 5,
+    ) -> Figure:
+        """Draw images side by side."""
+
+
+def find_plots(wanted_by: str) -> Plots:
+    """Return what draws plots. Without it, raise an ``ImportError`` that begins with what wants it."""
+    return cast(Plots, PLOTS.get(wanted_by, ImportError))
 
 
 class Report:
@@ -102,3 +142,75 @@ def in_notebook() -> bool:
 def shows_live(stream: TextIO | None) -> bool:
     """Whether what is written to a stream is watched as it appears, in a notebook or a terminal, not kept as lines."""
     return in_notebook() or is_terminal(stream)
+
+
+def format_value(value: object, scientific: bool = False) -> str:
+    """Return a number with four decimals, or with three digits if it is small or large; an empty text for other values.
+
+    Args:
+        scientific: always use scientific notation
+    """
+    value = to_number(value)
+    if not isinstance(value, (int, float)):
+        return ""
+    if isinstance(value, int) and not scientific:
+        return f"{value:,}"
+    is_extreme = value != 0 and not 1e-3 <= abs(value) < 1e5
+    return f"{value:.2e}" if is_extreme or scientific else f"{value:.4f}"
+
+
+def format_bytes(size: float) -> str:
+    """Return a number of bytes as text, in the largest binary unit that fits."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB" if size < 1000 else f"{size:,.0f} GiB"
+
+
+def as_cell(value: object) -> object:
+    """Return a value for a CSV file. Texts that spreadsheets would compute as formulas get a quote."""
+    if not isinstance(value, str):
+        return value
+    text = escape_unprintable(value)
+    return f"'{text}" if _FORMULA.match(text) and not _is_number(text) else text
+
+
+def _is_number(text: str) -> bool:
+    """Whether a text is a number, as ``-Infinity`` is."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def from_cell(text: T) -> T | str:
+    """Return the original text of a cell from ``as_cell()``."""
+    return text[1:] if isinstance(text, str) and text.startswith("'") and _FORMULA.match(text) else text
+
+
+def as_plain(value: object) -> str | bool | float | None:
+    """Return a value in a form for JSON and CSV files."""
+    value = None if value is None else as_number_or_text(value)
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def as_number_or_text(value: Any) -> str | bool | float:
+    """Return a number, even in a tensor, as a Python number, and anything else as text."""
+    if isinstance(value, (str, bool, int)):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)
+
+
+def as_json(value: object) -> Tree:
+    """Return a nested value in a form for JSON: numbers and lists in place of tensors, and texts for all else."""
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return [as_json(item) for item in value] if isinstance(value, (list, tuple)) else as_plain(value)

@@ -24,7 +24,7 @@ from pytorch_accel_lite.run.run import Run, TrainerLike
 def run_custom_loop(trainer: TrainerLike, run: Run) -> None:
     """Call an overridden ``_run_training``; if it has a loop of its own, end the run afterwards."""
     try:
-        with _noting_end_of_custom_loop(trainer, run):
+        with _watching_custom_loop(trainer, run):
             trainer._run_training()
     except BaseException as error:
         if not run.loop.uses_builtin_loop:
@@ -53,20 +53,24 @@ def train_epoch_on(trainer: TrainerLike, run: Run, source: Source) -> bool:
 
 def _begin_epoch(trainer: TrainerLike, run: Run) -> None:
     """Complete the previous epoch of a custom loop, and begin the next."""
-    name = f"{type(trainer).__name__}._run_training"
-    if run.resumed is not None:
-        raise RuntimeError(
-            f"{name} has a loop of its own, which begins with the first epoch, so the run cannot be resumed. Call "
-            "super()._run_training() instead, and put what it adds into training_run_start, training_run_epoch_end and "
-            "training_run_end."
-        )
+    _refuse_to_resume(trainer, run)
     if not run.progress.epoch and run.request.saves_training_states and run.ranks.rank == 0:
         warn_outside(
-            f"{name} has a loop of its own, so the run cannot be resumed from the states that it saves. For that, let "
-            "it call super()._run_training()."
+            f"{type(trainer).__name__}._run_training has a loop of its own, so the run cannot be resumed from the "
+            "states that it saves. For that, let it call super()._run_training()."
         )
     _complete_epoch(trainer, run)
     training.begin_epoch(trainer, run)
+
+
+def _refuse_to_resume(trainer: TrainerLike, run: Run) -> None:
+    """Raise an error if a custom loop would begin a run again that is to be resumed."""
+    if run.resumed is not None:
+        raise RuntimeError(
+            f"{type(trainer).__name__}._run_training has a loop of its own, which begins with the first epoch, so the "
+            "run cannot be resumed. Call super()._run_training() instead, and put what it adds into "
+            "training_run_start, training_run_epoch_end and training_run_end."
+        )
 
 
 def _complete_epoch(trainer: TrainerLike, run: Run) -> None:
@@ -77,8 +81,12 @@ def _complete_epoch(trainer: TrainerLike, run: Run) -> None:
 
 
 @contextmanager
-def _noting_end_of_custom_loop(trainer: TrainerLike, run: Run) -> Iterator[None]:
-    """Within a block, note how the run ends before the callbacks are told."""
+def _watching_custom_loop(trainer: TrainerLike, run: Run) -> Iterator[None]:
+    """Within a block, check a custom loop when it starts, and note how it ends, before the callbacks are told."""
+
+    def note_start(trainer: TrainerLike, **kwargs: object) -> None:
+        if not run.loop.uses_builtin_loop:
+            _refuse_to_resume(trainer, run)
 
     def note_end(trainer: TrainerLike, **kwargs: object) -> None:
         if not run.loop.uses_builtin_loop:
@@ -93,7 +101,11 @@ def _noting_end_of_custom_loop(trainer: TrainerLike, run: Run) -> Iterator[None]
             run.end.note(stop)
 
     handler = trainer.callback_handler
-    handler.called_first = {"on_training_run_end": note_end, "on_stop_training_error": note_stop}
+    handler.called_first = {
+        "on_training_run_start": note_start,
+        "on_training_run_end": note_end,
+        "on_stop_training_error": note_stop,
+    }
     handler.listeners.clear()
     try:
         yield

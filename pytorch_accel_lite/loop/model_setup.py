@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,13 +12,29 @@ from torch.nn.parallel import DistributedDataParallel
 from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.modules.quantised_weights import keep_as_they_are, trained_and_quantised
+from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.checkpoint.models.model_forms import is_of_peft
-from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.data.batch_adapter import BatchAdapter
+from pytorch_accel_lite.run.run import CompiledForwardLike, TrainerLike
 from pytorch_accel_lite.run.trainer_parts.prepared_model import PreparedModel
 
 #: Functions with which extensions change a model in place, by trainer argument. Each function is called with the
 #: trainer and the value, and returns a text to print.
 MODEL_CHANGES: dict[str, Callable[[TrainerLike, Any], str]] = {}
+
+
+class StepCompiler(Protocol):
+    """Makes a compiled form of a trainer's ``calculate_train_batch_loss``.
+
+    It gets the arguments for ``torch.compile``, and the adapter that feeds batches to the trainer's model.
+    """
+
+    def __call__(self, trainer: TrainerLike, options: dict[str, Any], adapter: BatchAdapter) -> CompiledForwardLike:
+        """Return the compiled form."""
+
+
+#: The compiler of steps.
+STEP_COMPILER: Slot[StepCompiler] = Slot("compiled_step")
 
 
 def prepare_model(trainer: TrainerLike, training: bool) -> None:
@@ -96,6 +112,20 @@ def apply_block_options(trainer: TrainerLike) -> None:
 def compiles_by_block(compile_model: object) -> bool:
     """Whether a trainer's ``compile_model`` asks for blocks compiled one by one."""
     return compile_model == "blocks" or (isinstance(compile_model, dict) and "blocks" in compile_model)
+
+
+def create_compiled_forward(
+    trainer: TrainerLike, compile_step: bool | dict[str, Any], adapter: BatchAdapter
+) -> CompiledForwardLike | None:
+    """Return the compiled form of a trainer's ``calculate_train_batch_loss``, or ``None`` if it is not requested.
+
+    Raises:
+        ValueError: if the extension is missing
+    """
+    if compile_step is False:
+        return None
+    compiler = STEP_COMPILER.get(f"compile_step={compile_step!r}")
+    return compiler(trainer, {} if compile_step is True else dict(compile_step), adapter)
 
 
 def release_model(trainer: TrainerLike) -> None:

@@ -20,6 +20,7 @@ from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import setting
 from pytorch_accel_lite.checkpoint.states.state_contents import restore_after_start, restore_again, restore_before_start
 from pytorch_accel_lite.loop.guards.modes import has_starting_code
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length, warn_of_other_schedule
+from pytorch_accel_lite.optimizers.optimizer_parts import parts_of_optimizer
 from pytorch_accel_lite.optimizers.param_group_options import Options, all_options
 from pytorch_accel_lite.run.ending.stop_errors import StopTrainingError
 from pytorch_accel_lite.run.run import Run, TrainerLike
@@ -46,6 +47,8 @@ def begin_resuming(trainer: TrainerLike, run: Run) -> None:
     else:
         restore_before_start(trainer, state, with_scheduler=not run.schedule.is_recreated)
     run.training_step.set_accumulation(trainer, run, run.accumulation.window_size_after(run.progress.update))
+    for optimizer in (trainer.optimizer, *parts_of_optimizer(trainer.optimizer).values()):
+        vars(optimizer)["_opt_called"] = True  # else torch warns if the schedule's first step ends a resumed epoch
     run.goodput.resume(state.metadata.get("goodput", {}), state.metadata["saved_at"])
     check_schedule_length(trainer, run)
     if recreate_schedule is not None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
+from typing import TypeGuard
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,6 +24,7 @@ from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.base.values.tensor_bits import distinct_elements
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.optimizers.optimizer_states import load_state_of
+from pytorch_accel_lite.run.metrics.history import count_values, shorten_to
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import (
     all_registered_objects,
@@ -28,6 +32,8 @@ from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import (
     other_optimizers,
 )
 from pytorch_accel_lite.run.trainer_parts.trained_objects import trained_objects
+
+_MOST_ELEMENTS = 64  # of a container whose elements are kept, too
 
 
 class Snapshot(ExitStack):
@@ -139,4 +145,52 @@ def replaced(owner: object, **values: object) -> Iterator[None]:
         for name, value in values.items():
             before.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
+        yield
+
+
+@contextmanager
+def preserving_attributes(*owners: object) -> Iterator[None]:
+    """Restore all attributes of objects after a block.
+
+    This includes the contents of lists, dicts, sets and deques, of tensors and arrays, also in short lists and dicts,
+    and the states of random generators.
+    """
+    with Snapshot() as before:
+        before.keep_generators_of(owners)
+        for owner in owners:
+            held = dict(vars(owner))
+            before.callback(vars(owner).update, held)
+            before.callback(vars(owner).clear)
+            for part in chain.from_iterable(map(_with_parts, held.values())):
+                if _is_plain_tensor(part):
+                    before.keep_tensors([part])
+                elif type(part) is np.ndarray and part.flags.writeable:
+                    before.callback(np.copyto, part, part.copy())
+            for value in held.values():
+                if isinstance(value, (list, dict, set, deque)):
+                    add = value.update if isinstance(value, (dict, set)) else value.extend
+                    before.callback(add, copy.copy(value))
+                    before.callback(value.clear)
+        yield
+
+
+def _with_parts(value: object) -> Iterable[object]:
+    """Return a value and the elements of a short container. The elements of long ones are hardly changed in place."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, deque)) else ()
+    return chain([value], parts if len(parts) <= _MOST_ELEMENTS else ())
+
+
+def _is_plain_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a tensor that a step may change in place, and no result that still has its graph."""
+    return type(value) is torch.Tensor and value.layout is torch.strided and value.grad_fn is None and not value.is_meta
+
+
+@contextmanager
+def leaving_no_trace(trainer: TrainerLike) -> Iterator[None]:
+    """Restore all that a forward and backward pass may change, users' attributes included, after a block."""
+    modules = [trainer.get_model(), *other_modules(trainer).values()]
+    loss_func = [trainer.loss_func] if hasattr(trainer.loss_func, "__dict__") else []  # it may be no module
+    parts = chain.from_iterable(module.modules() for module in modules)
+    with preserving_attributes(*dict.fromkeys([trainer, *loss_func, *parts])), StepSnapshot(trainer) as before:
+        before.callback(shorten_to, trainer.run_history, count_values(trainer.run_history))
         yield

@@ -20,6 +20,7 @@ from pytorch_accel_lite.loop.evaluation import EvaluationKind, begin_evaluations
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, steps_of_stream, warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.guards.modes import call_start_event, check_global_modes, restoring_mode_between_batches
+from pytorch_accel_lite.loop.guards.optimizer_checks import check_optimizers
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.resuming import (
@@ -29,7 +30,7 @@ from pytorch_accel_lite.loop.resuming import (
     print_state_contents,
     resumed_run_is_over,
 )
-from pytorch_accel_lite.loop.snapshot import StepSnapshot
+from pytorch_accel_lite.loop.snapshot import leaving_no_trace
 from pytorch_accel_lite.run.error_notes_seam import add_error_notes
 from pytorch_accel_lite.run.loop_state import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase
@@ -159,6 +160,8 @@ def _begin_train_epoch(trainer: TrainerLike, run: Run) -> None:
     run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
     call_start_event(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
+    if trainer.prepared_model is not None and trainer.model is not trainer.prepared_model.model:
+        check_optimizers(trainer)  # again, as a callback has replaced the model
     # Noted here, as a run whose state is restored no longer knows that it is resumed.
     run.loop.must_sync_at_start = run.resumed is not None
     end_resuming(trainer, run, options)
@@ -223,7 +226,7 @@ def _warm_up_ddp(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     sums, and so the last bits, depend on it: a resumed run must have had that first pass, too.
     """
     run.loop.must_warm_up_ddp = False
-    with StepSnapshot(trainer):
+    with leaving_no_trace(trainer):
         trainer.backward_step(loss_of(trainer, batch))
 
 

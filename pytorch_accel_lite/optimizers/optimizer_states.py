@@ -22,13 +22,14 @@ def load_keeping_types(optimizer: Optimizer, state: StateDict) -> None:
 
     It gives all tensors the type of the parameter, such as bfloat16, even masks and weights in float32, and takes a
     text for a list. States of torch's algorithms have the parameter's type, also if it is another one than when they
-    were saved. A class that loads states itself is left alone.
+    were saved. A class that loads states itself is left alone: its states may have a form of their own.
     """
     optimizer.load_state_dict(state)
-    saved = [state["state"].get(number) for group in state["param_groups"] for number in group["params"]]
+    values_of = state.get("state", {})
+    saved = iter([values_of.get(number) for group in state.get("param_groups", ()) for number in group["params"]])
     for part in single_optimizers(optimizer).values():
         inner = without_wrappers(part)
-        of_part = [saved.pop(0) for _ in optimized_parameters(inner)]
+        of_part = [next(saved, None) for _ in optimized_parameters(inner)]
         kind = type(inner)
         if kind.load_state_dict is not Optimizer.load_state_dict or kind.step.__module__.startswith("torch.optim."):
             continue

@@ -38,15 +38,6 @@ def set_option(group: ParamGroup, name: str, value: object) -> None:
         group[name] = value
 
 
-def learning_rates(optimizer: Optimizer, name: str = "lr") -> list[Rate]:
-    """Return the learning rate of each parameter group, ``None`` for groups without one.
-
-    Args:
-        name: ``"lr"``, or ``"initial_lr"`` for the rates before any schedule, if they are known
-    """
-    return [to_number(group.get(name, group.get("lr"))) for group in optimizer.param_groups]
-
-
 def scheduled_options(optimizer: Optimizer) -> Options:
     """Return the current values of the options that schedules change, or have changed."""
     names = [

@@ -5,14 +5,8 @@ from __future__ import annotations
 from pytorch_accel_lite.run.run import TrainerLike
 
 
-def is_stepped_after_updates(trainer: TrainerLike) -> bool:
-    """Whether the scheduler is stepped after each update that is not skipped."""
-    return trainer.scheduler is not None and trainer.current_run.request.scheduler_interval == "update"
-
-
 def step_after_update(trainer: TrainerLike) -> None:
     """Step a per-update scheduler, after an update that was not skipped."""
-    # Inlines is_stepped_after_updates(), to save a call in each step.
     if trainer.scheduler is not None and trainer.current_run.request.scheduler_interval == "update":
         trainer.scheduler_step()
 

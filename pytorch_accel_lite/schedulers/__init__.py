@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from pytorch_accel_lite.base.missing_extensions import missing_names_in
+from pytorch_accel_lite.base.missing_extensions import add_missing_name_errors
 from pytorch_accel_lite.extensions.named_schedules import CosineLrScheduler, WSDLrScheduler
 from pytorch_accel_lite.extensions.schedule_preview import schedule_values
 from pytorch_accel_lite.schedulers.schedule_arguments import ScheduleName, resolve_names
@@ -20,5 +18,4 @@ __all__ = [
     "schedule_values",
 ]
 
-if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
-    __getattr__ = missing_names_in("schedulers")
+add_missing_name_errors(__name__)

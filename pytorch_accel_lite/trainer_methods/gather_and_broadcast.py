@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
@@ -13,10 +12,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.distributed.accelerator import current_process
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.distributed.message_encoding import decode, encode
-from pytorch_accel_lite.distributed.ranks import Ranks, find_ranks
+from pytorch_accel_lite.distributed.ranks import Ranks
 from pytorch_accel_lite.run.run import TrainerLike
 
 T = TypeVar("T")
@@ -222,16 +220,6 @@ class _GatherConstant(_Gather):
             "A loss was computed from the result of trainer.gather(), which has no gradients. Pass with_gradients=True "
             "to train through the rows of all processes, or gather tensor.detach() if they are meant to be constant."
         )
-
-
-def result_of_first(make: Callable[[], T]) -> T:
-    """Return the result of ``make``, which only rank 0 calls, on every rank; also before the trainer is created.
-
-    With a single process, this does not initialise Accelerate, which is up to the trainer.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return make()
-    return find_ranks(current_process()).result_of_first(make)
 
 
 def remove_padding(padded_tensor: torch.Tensor, pad_value: float) -> torch.Tensor:

@@ -166,13 +166,14 @@ def test_an_out_of_memory_error_says_what_held_the_memory():
     assert snapshots == ["snapshot"]
 
 
-@pytest.mark.extension("model_ema")
+@pytest.mark.extension("metrics", "model_ema")
 def test_evaluation_average_and_predictions_equal_those_of_a_cpu():
     assert_same(on_device("evaluated_and_predicted"), on_cpu("evaluated_and_predicted"))
     predictions = on_device("evaluated_and_predicted")["predictions"]
     assert torch.equal(predictions, on_cpu("evaluated_and_predicted")["predictions"])
 
 
+@pytest.mark.extension("metrics")
 def test_a_run_continues_from_any_state_to_the_same_bits():
     whole, resumed = on_device("resumed")["whole"], on_device("resumed")["resumed"]
     assert_same(whole, on_cpu("resumed")["whole"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
@@ -87,6 +88,21 @@ def test_a_batch_of_which_nothing_counts_ends_no_run(as_count, accumulation):
     assert len(seen) > 1
     assert trainer.run_history.get_latest_metric("train_loss_epoch") == pytest.approx(sum(seen) / len(seen))
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+
+
+def test_batches_of_which_nothing_counts_are_not_kept():
+    data = make_data(40)
+    data.tensors[1][2:] = -1
+    data.tensors[1][:2] = 1
+    tensors: list[int] = []
+
+    def count(trainer, **_):
+        tensors.append(sum(type(value) is torch.Tensor for value in gc.get_objects()))
+
+    trainer = make_trainer([TerminateOnNaNCallback, listener(on_train_step_end=count)], trainer_class=Labelled)
+    train(trainer, epochs=1, train_dataset=data)
+    assert len(tensors) == 20
+    assert tensors[-1] <= tensors[5] + 2
 
 
 @pytest.mark.parametrize("total", [0.0, torch.zeros((), dtype=torch.float64)], ids=["host", "device"])

@@ -33,7 +33,9 @@ from tests.small_models import (
     listener,
     make_trainer,
     raises_at,
+    same_bits,
     train,
+    weights,
 )
 
 
@@ -217,6 +219,59 @@ def several_buckets(folder: Path) -> bool:
 def test_three_processes_resume_ddp_in_the_same_bits(tmp_path, job):
     """The wrapper rearranges its buckets after its first backward pass, and so the order of the sums."""
     assert job(3).run(several_buckets, tmp_path) == [True] * 3
+
+
+class CountsCalls(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Calls:
+    """A loss function that counts its calls."""
+
+    number = 0
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.number += 1
+        return nn.functional.mse_loss(outputs, targets)
+
+
+class MeasuresLosses(Trainer):
+    """Divides its losses by their running mean."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mean = torch.ones(())
+        self.losses: list[float] = []
+
+    def calculate_train_batch_loss(self, batch):
+        output = super().calculate_train_batch_loss(batch)
+        self.mean.mul_(0.5).add_(output["loss"].detach(), alpha=0.5)
+        self.losses.append(output["loss"].item())
+        self.run_history.update_metric("step", self.progress.step)
+        return {**output, "loss": output["loss"] / self.mean}
+
+
+def attributes_that_steps_change(folder: Path) -> bool:
+    """Whether attributes that each step changes are the same after a run, and after resuming it."""
+    results = []
+    for resume_from in (None, folder / "update-000000002"):
+        model, loss_func = nn.Sequential(CountsCalls(4, 1)), Calls()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        saving = SaveTrainingStateCallback(folder, save_every_n_steps=1, save_at_end=False, max_checkpoints=None)
+        trainer = MeasuresLosses(model, loss_func, optimizer, [saving] if resume_from is None else [])
+        train(trainer, size=24, resume_from=resume_from)
+        found = trainer.mean, trainer.losses, model[0].calls, loss_func.number, trainer.run_history.to_dict()
+        results.append((found, weights(model)))
+    return same_bits(*results)
+
+
+@pytest.mark.processes
+def test_three_processes_resume_what_each_step_changes(tmp_path, job):
+    assert job(3).run(attributes_that_steps_change, tmp_path) == [True] * 3
 
 
 def save_in_mid_epoch(folder: Path) -> list[list[int]]:

@@ -321,7 +321,7 @@ SHARED_KEYS = {
     "0.3": {
         *("epoch_read", "source_batch_size", "base", "optimizer_classes", "settings", "own_items_per_batch"),
         *("skipped_updates", "set_apart", "counts_to_resume_from", "evaluations", "trainability"),
-        "user_attributes",
+        *("user_attributes", "gradients"),
     },
 }
 #: What each rank has of its own.

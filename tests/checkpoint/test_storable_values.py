@@ -28,6 +28,7 @@ THINGS = {
     "set": {1, 2},
     "tensor": torch.arange(3),
     "nested": {"a": [1, (2.5, None, True)]},
+    "types of torch": {"momentum_dtype": torch.bfloat16, "device": torch.device("cpu"), "shape": torch.Size([2, 3])},
     "deep numpy": {"history": [{"accuracy": np.float32(0.5)}]},
 }
 
@@ -132,6 +133,19 @@ def test_values_of_subclasses_are_loaded_as_plain_ones(tmp_path, value, plain):
     entry = read_checkpoint(tmp_path / "model.pt")["my_entry"]
     assert repr(entry) == repr(plain)
     assert type(entry) is type(plain)
+
+
+def test_options_of_an_optimizer_may_be_types_of_torch(tmp_path):
+    def create() -> Any:
+        model = make_model()
+        options = {"momentum_dtype": torch.bfloat16, "factored_shape": torch.Size([2])}  # as timm's Adafactor has
+        return make_trainer(model=model, optimizer=torch.optim.SGD([{"params": model.parameters(), **options}]))
+
+    saved, loaded = create(), create()
+    saved.save_checkpoint(tmp_path / "model.pt")
+    loaded.optimizer.param_groups[0]["momentum_dtype"] = None
+    loaded.load_checkpoint(tmp_path / "model.pt")
+    assert loaded.optimizer.state_dict() == saved.optimizer.state_dict()
 
 
 @pytest.mark.filterwarnings("ignore:Validating sparse")

@@ -13,7 +13,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.extension_tools.modules_and_devices import keep_in_eval, release_from_eval
 from tests.launching import only_with_soak, two_are_enough
-from tests.ranks import every_state, run_and_resume
+from tests.ranks import every_state, run_and_resume, shared_folder
 from tests.small_models import float64_data, same_bits
 
 DATA = float64_data(24)
@@ -70,3 +70,56 @@ def test_an_own_unfreezing_of_processes_resumes_bit_for_bit(ranks):
     for whole, *resumed in ranks.run(run_and_resume, train_unfreezing, weights_and_modes):
         assert len(resumed) >= 2
         assert all(same_bits(whole, run) for run in resumed)
+
+
+class EverySecondUpdate(Trainer):
+    """Updates the weights and clears the gradients after every second batch, as some loops do by hand."""
+
+    def optimizer_step(self):
+        if self.progress.update % 2:
+            super().optimizer_step()
+
+    def optimizer_zero_grad(self):
+        if self.progress.update % 2 == 0:  # the step has been counted
+            super().optimizer_zero_grad()
+
+
+class OwnBackward(Trainer):
+    """Does the same in a step of its own."""
+
+    def train_step(self, batch):
+        loss = self.loss_func(self.model(batch[0]), batch[1])
+        self.accelerator.backward(loss)
+        if self.progress.step % 2:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return {"loss": loss.detach()}
+
+
+def train_every_second(kind: type[Trainer], folder: Path, resume_from: Path | None = None) -> Trainer:
+    model = layered(9 if resume_from else 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    trainer = kind(model, nn.MSELoss(), optimizer, every_state(folder), seed=0)
+    trainer.train(DATA, 1, per_device_batch_size=4, resume_from=resume_from)
+    return trainer
+
+
+def whole_and_resumed(kind: type[Trainer] = EverySecondUpdate) -> list[dict[str, Any]]:
+    """The results of a run, and of one that resumes between two batches of the same update."""
+    with shared_folder() as folder:
+        whole = train_every_second(kind, folder / "whole")
+        whole.accelerator.wait_for_everyone()
+        resumed = train_every_second(kind, folder / "resumed", folder / "whole" / "update-000000001")
+        return [weights_and_modes(whole), weights_and_modes(resumed)]
+
+
+@pytest.mark.parametrize(
+    "kind", [EverySecondUpdate, pytest.param(OwnBackward, marks=pytest.mark.extension("manual_optimization"))]
+)
+def test_gradients_left_for_a_later_update_are_resumed(kind):
+    assert same_bits(*whole_and_resumed(kind))
+
+
+@two_are_enough
+def test_gradients_that_processes_leave_are_resumed(ranks):
+    assert all(same_bits(*results) for results in ranks.run(whole_and_resumed))

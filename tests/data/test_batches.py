@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from pytorch_accel_lite import Trainer, callbacks
 from tests.small_models import (
@@ -385,6 +385,45 @@ def test_targets_with_as_many_boxes_as_images_split_by_image():
     kwargs["collate_fn"] = lambda samples: tuple(zip(*samples, strict=True))
     trainer.train(data, 1, per_device_batch_size=4, **kwargs)
     assert seen == [[[0] * 4, [1] * 4], [[2] * 4, [3] * 4]]
+
+
+@pytest.mark.extension("streams")
+@pytest.mark.parametrize("together", [list, tuple])
+def test_images_with_boxes_from_a_stream_are_counted(together):
+    class Images(IterableDataset):
+        def __iter__(self):
+            return ((torch.zeros(3, 2 + index, 2), boxes_of(index, 4)) for index in range(5))
+
+    class Detecting(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            return {"loss": self.model(torch.stack([image.mean((1, 2)) for image in batch[0]])).mean()}
+
+        def calculate_predict_batch_output(self, batch):
+            return list(batch[1])
+
+    def collate(samples):
+        return together(map(together, zip(*samples, strict=True)))
+
+    trainer = make_trainer(model=nn.Linear(3, 1), trainer_class=Detecting, loss_func=None)
+    kwargs: dict[str, Any] = {"per_device_batch_size": 2, "collate_fn": collate}
+    trainer.train(Images(), 1, **kwargs)
+    assert trainer.progress.samples == 5
+    assert [found["labels"].tolist() for found in trainer.predict(Images(), **kwargs)] == [[i] * 4 for i in range(5)]
+
+
+@pytest.mark.extension("streams")
+def test_two_views_in_a_stream_are_not_two_samples():
+    class Views(IterableDataset):
+        def __iter__(self):
+            return (({"x": torch.zeros(3)}, {"x": torch.ones(3)}) for _ in range(5))
+
+    class Contrasting(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            return {"loss": self.model(batch[0]["x"] - batch[1]["x"]).mean()}
+
+    trainer = make_trainer(model=nn.Linear(3, 1), trainer_class=Contrasting, loss_func=None)
+    trainer.train(Views(), 1, per_device_batch_size=4)
+    assert trainer.progress.samples == 5
 
 
 def test_predict_refuses_lists_of_unequal_length():

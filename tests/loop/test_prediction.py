@@ -248,6 +248,19 @@ def test_names_that_a_prediction_leaves_out_are_warned_of(convert):
     assert len(caught) == 1
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_outputs_of_only_some_batches_are_named(is_first):
+    class Squeezing(Trainer):
+        def calculate_predict_batch_output(self, batch):
+            outputs = self.model(batch[0])
+            of_some = outputs.squeeze() if is_first else outputs.mean() if len(outputs) > 1 else outputs
+            return {"outputs": outputs, "score": of_some}
+
+    trainer = Squeezing(float64_model(), nn.MSELoss(), None, callbacks=[])
+    with pytest.raises(ValueError, match="predict: only for some batches, the model returned 'score' with a sample"):
+        trainer.predict(float64_data(9), 4)  # the last batch has one sample
+
+
 def test_settings_in_outputs_of_predictions_are_left_out(recwarn):
     class Describing(Trainer):
         def calculate_predict_batch_output(self, batch):

@@ -10,8 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.loop.snapshot import Snapshot
-from tests.small_models import make_trainer, same_bits, train
+from tests.small_models import make_model, make_trainer, same_bits, train
 
 
 class Exact(Optimizer):
@@ -60,3 +61,28 @@ def test_a_state_of_torch_has_the_type_of_the_parameter(tmp_path):
     loaded = make_trainer([], model, optimizer=torch.optim.SGD(model.parameters(), momentum=0.9))
     loaded.load_checkpoint(tmp_path / "model.pt")
     assert loaded.optimizer.state_dict()["state"][0]["momentum_buffer"].dtype == torch.bfloat16
+
+
+class Wrapping(torch.optim.SGD):
+    """Has states of its own form, as optimizers that wrap another have, such as the Lookahead of pytorch_optimizer."""
+
+    def state_dict(self):
+        return {"base_optimizer": super().state_dict(), "lookahead_state": {(0, 0): {"counter": 3}}}
+
+    def load_state_dict(self, state_dict):
+        assert state_dict.keys() == {"base_optimizer", "lookahead_state"}
+        super().load_state_dict(state_dict["base_optimizer"])
+
+
+@pytest.mark.parametrize("load", ["checkpoint", "state"])
+def test_a_state_of_another_form_is_loaded_by_its_optimizer(load, tmp_path):
+    models = [make_model() for _ in range(2)]
+    saved, loaded = [make_trainer(model=m, optimizer=Wrapping(m.parameters(), momentum=0.9)) for m in models]
+    saved.callback_handler.add_callback(SaveTrainingStateCallback(tmp_path / "states"))
+    train(saved)
+    saved.save_checkpoint(tmp_path / "model.pt")
+    if load == "checkpoint":
+        loaded.load_checkpoint(tmp_path / "model.pt")
+    else:
+        train(loaded, resume_from=next((tmp_path / "states").glob("update-*")))
+    assert same_bits(loaded.optimizer.state_dict(), saved.optimizer.state_dict())

@@ -116,6 +116,27 @@ def test_resuming_an_overridden_loop_is_refused(tmp_path):
     train(make_trainer([SaveTrainingStateCallback(tmp_path)], seed=1), epochs=2, resume_from="latest")
 
 
+def test_resuming_a_loop_with_its_own_steps_is_refused(tmp_path):
+    class OwnSteps(Trainer):
+        steps = 0
+
+        def _run_training(self):
+            self.callback_handler.call_event("on_training_run_start", self)
+            for batch in self._train_dataloader:
+                self.backward_step(self.calculate_train_batch_loss(batch)["loss"])
+                self.optimizer_step()
+                self.optimizer_zero_grad()
+                self.steps += 1
+
+    train(make_trainer([SaveTrainingStateCallback(tmp_path)], seed=1), epochs=1)
+    own = make_trainer([], trainer_class=OwnSteps, seed=1)
+    with pytest.raises(RuntimeError, match=r"OwnSteps\._run_training has a loop of its own.*super\(\)\._run_training"):
+        train(own, epochs=2, resume_from=next(path for path in tmp_path.iterdir() if path.is_dir()))
+    assert not own.steps
+    train(own, epochs=2)
+    assert own.steps == 3
+
+
 def test_an_epoch_trains_on_the_loader_that_it_is_passed():
     other = DataLoader(make_data(2), batch_size=2)
     lengths: list[int] = []

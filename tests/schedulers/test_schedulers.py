@@ -174,7 +174,6 @@ def test_an_unrecorded_metric_is_an_error_that_lists_the_others():
 
 @pytest.mark.soak
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")  # resumed right before an epoch's evaluation
 @pytest.mark.parametrize(
     "stepping",
     some_of(
@@ -204,6 +203,15 @@ def test_a_schedule_stepped_after_epochs_resumes_its_bits(tmp_path, stepping):
         assert equal_weights(weights(resumed.model), weights(whole.model))
         assert resumed.scheduler.state_dict() == whole.scheduler.state_dict()
         assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+
+
+def test_resuming_before_the_first_schedule_step_is_no_mistake(tmp_path):
+    schedule, options = partial(StepLR, step_size=1), {"scheduler_interval": "epoch", "epochs": 1}
+    saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1, save_at_end=False)
+    run(schedule, saving, **options)
+    assert (
+        run(schedule, resume_from=tmp_path / "update-000000003", **options).scheduler.last_epoch == 1
+    )  # no warning of torch
 
 
 def test_a_schedule_of_a_metric_steps_when_it_was_measured():

@@ -11,10 +11,8 @@ from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
-from torch import nn
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def check_number(name: str, value: object, kind: type = numbers.Real, called: str = "a number") -> Any:
@@ -72,13 +70,6 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     return str(value)
 
 
-def check_text(name: str, value: object) -> str:
-    """Return ``value`` if it is a string that is not empty, otherwise raise an error that names the argument."""
-    if not isinstance(value, str) or not value:
-        raise TypeError(f"{name}={value!r} must be a string that is not empty.")
-    return value
-
-
 def check_names(name: str, value: object) -> list[str]:
     """Return ``value`` as a list if it holds names, otherwise raise an error that names the argument."""
     if isinstance(value, str):
@@ -96,21 +87,6 @@ def check_dict(name: str, value: Any) -> dict[str, Any]:
     except (TypeError, ValueError):
         hint = f" Pass vars({name})." if isinstance(value, Namespace) else ""
         raise TypeError(f"{name}={value!r} must be a dict, not {type(value).__name__}.{hint}") from None
-
-
-def check_module(name: str, value: object) -> nn.Module:
-    """Return ``value`` if it is a module, otherwise, as for its parameters, raise an error that names the argument."""
-    refuse_class(name, value)
-    if not isinstance(value, nn.Module):
-        raise TypeError(f"{name}={value!r} must be a torch.nn.Module, not {type(value).__name__}.")
-    return value
-
-
-def check_function(name: str, value: F) -> F:
-    """Return ``value`` if it can be called, otherwise raise an error that names the argument."""
-    if not callable(value):
-        raise TypeError(f"{name}={value!r} must be a function, not {type(value).__name__}.")
-    return value
 
 
 def check_bool(name: str, value: T, may_be_none: bool = False) -> T:

@@ -1,4 +1,4 @@
-"""Formatting for users: metrics, sizes, lists of names, wrapped lines."""
+"""Formatting for users: metrics, lists of names, wrapped lines."""
 
 from __future__ import annotations
 
@@ -16,30 +16,6 @@ def format_metric(value: object) -> str:
     """Format a value for display: floats, including those of numpy and in scalar tensors, with six digits."""
     value = to_number(value)
     return f"{value:.6g}" if isinstance(value, float) else escape_unprintable(value)
-
-
-def format_value(value: object, scientific: bool = False) -> str:
-    """Return a number with four decimals, or with three digits if it is small or large; an empty text for other values.
-
-    Args:
-        scientific: always use scientific notation
-    """
-    value = to_number(value)
-    if not isinstance(value, (int, float)):
-        return ""
-    if isinstance(value, int) and not scientific:
-        return f"{value:,}"
-    is_extreme = value != 0 and not 1e-3 <= abs(value) < 1e5
-    return f"{value:.2e}" if is_extreme or scientific else f"{value:.4f}"
-
-
-def format_bytes(size: float) -> str:
-    """Return a number of bytes as text, in the largest binary unit that fits."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB" if size < 1000 else f"{size:,.0f} GiB"
 
 
 def wrapped(text: str, indent: str = "") -> str:

@@ -37,16 +37,6 @@ def did_you_mean(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
-def suggest(word: str, existing: Collection[str], cutoff: float = 0.6) -> str:
-    """Return ``" Did you mean 'x'?"`` for the name that other libraries call ``word``, or a similar one, or nothing.
-
-    Args:
-        cutoff: how similar a word must be, from 0 to 1
-    """
-    ours = [ours for ours in our_names(word) if ours in existing]
-    return f" Did you mean {' or '.join(map(repr, ours))}?" if ours else did_you_mean(word, existing, cutoff)
-
-
 def our_names(word: str) -> list[str]:
     """Return the arguments and events of this package that have this name elsewhere."""
     return [ours for ours, theirs in OTHER_LIBRARIES.arguments.items() if word in theirs] + events_meant(word)

@@ -168,12 +168,6 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically."""
-    with replacing(path) as temporary:
-        temporary.write_bytes(content)
-
-
 def _remove_stale_files(target: Path) -> None:
     """Remove temporary files of processes that were killed while writing a file."""
     name = re.compile(re.escape(hidden_name(target.name, "")) + r"[0-9a-f]{8}\.tmp")

@@ -13,7 +13,6 @@ import torch
 
 from pytorch_accel_lite.base.types import Keys, Tree
 from pytorch_accel_lite.checkpoint.disk.atomic_files import naming_file
-from pytorch_accel_lite.checkpoint.disk.checksums import verify
 
 # Needed to load numpy numbers, but not allowed by torch by default. They run no code from a file.
 _NUMPY_NUMBERS: list[Any] = [
@@ -23,7 +22,7 @@ _NUMPY_NUMBERS: list[Any] = [
     *{type(np.dtype(code)) for code in "?bhilqBHILQefd"},
 ]
 
-_PLAIN = frozenset({str, bytes, bool, int, float, complex, type(None)})
+_PLAIN = frozenset({str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device, torch.Size})
 
 #: What makes a plain value of one of a subclass, such as an enum, whatever the subclass's own conversions return.
 _TO_PLAIN: dict[type, Callable[..., Tree]] = {
@@ -146,13 +145,3 @@ def load_plain(path: Path | io.BytesIO, mapped: bool = False, name: str | None =
             f"The file {name or str(path)!r} cannot be loaded as plain tensors and values: it is damaged, or holds "
             f"objects that cannot be rebuilt without running code ({type(error).__name__})."
         ) from error
-
-
-def load_verified(path: Path) -> Tree:
-    """Load a single file written by ``torch.save``, after checking its content against its own checksums.
-
-    Raises:
-        ValueError: if the file is damaged, or cannot be loaded without running code
-    """
-    verify(path)
-    return load_plain(path)

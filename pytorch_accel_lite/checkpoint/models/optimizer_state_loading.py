@@ -34,12 +34,12 @@ def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
     parameters = dict(enumerate(p for group in groups for p in group["params"]))
     sharded = {
         index: {name: sharded_like(parameters.get(index), value) for name, value in values.items()}
-        for index, values in state["state"].items()
+        for index, values in state.get("state", {}).items()
     }
     had = [group.keys() for group in groups]
     before = optimizer.state_dict() if is_created(optimizer) else {}
     load = partial(load_keeping_types, optimizer) if is_created(optimizer) else optimizer.load_state_dict
-    load({**state, "state": sharded})
+    load({**state, "state": sharded} if "state" in state else state)  # a wrapper's state may have its own form
     # The optimizer's class fills in options that a newer torch has added.
     now = getattr(optimizer, "param_groups", ())
     lost = {key for keys, group in zip(had, now, strict=False) for key in keys - group.keys()}

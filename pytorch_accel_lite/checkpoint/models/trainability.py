@@ -13,7 +13,9 @@ from pytorch_accel_lite.base.display.formatting import listed
 from pytorch_accel_lite.base.modules.module_modes import keep_in_eval, release_from_eval, stays_in_eval
 from pytorch_accel_lite.base.modules.unwrapping import without_compile
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.optimizers.optimizer_parts import is_created, single_optimizers
+from pytorch_accel_lite.checkpoint.disk.shards import is_sharded_tensor
+from pytorch_accel_lite.checkpoint.models.weights import sharded_like
+from pytorch_accel_lite.optimizers.optimizer_parts import is_created, optimized_parameters, single_optimizers
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_modules, other_optimizers
@@ -93,6 +95,20 @@ def restore_trainability(trainer: TrainerLike, saved: StateDict) -> None:
     if now != before["trained"] and trainer.can_rewrap_model:
         trainer.rewrap_model()
     _say_what_differs(trainer, saved, now)
+
+
+def capture_gradients(trainer: TrainerLike) -> StateDict:
+    """Return by parameter the gradients that a method of the user has not cleared, so that a later update uses them."""
+    optimized = {id(p) for optimizer in _optimizers(trainer).values() for p in optimized_parameters(optimizer)}
+    left = {name: p.grad for name, p in _parameters(trainer) if p.grad is not None and id(p) in optimized}
+    return {name: grad for name, grad in left.items() if is_sharded_tensor(grad) or grad.norm() != 0}
+
+
+def restore_gradients(trainer: TrainerLike, saved: StateDict) -> None:
+    """Restore the gradients that ``capture_gradients`` has returned."""
+    for name, parameter in _parameters(trainer):
+        if name in saved:
+            parameter.grad = sharded_like(parameter, saved[name]).to(parameter.device, copy=True)
 
 
 def _say_what_differs(trainer: TrainerLike, saved: StateDict, now: Mapping[str, bool]) -> None:

@@ -37,8 +37,10 @@ from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import (
 )
 from pytorch_accel_lite.checkpoint.models.trainability import (
     add_missing_groups,
+    capture_gradients,
     capture_trainability,
     lacks_groups,
+    restore_gradients,
     restore_trainability,
 )
 from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, full_state_dict, model_state
@@ -137,6 +139,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
         "objects": {name: obj.state_dict() for name, obj in all_registered_objects(trainer).items()},
         "trainability": capture_trainability(trainer),
+        "gradients": gather(capture_gradients(trainer)),
         "losses": run.loss_trackers.summed(trainer.data_ranks),  # for another number of processes
         "schedule_shift": run.schedule.shift,
         "items_per_batch": run.window.items_per_batch,
@@ -383,6 +386,7 @@ def restore_after_start(trainer: TrainerLike, state: TrainingState) -> None:
     load_each("callback", callbacks_with("load_state_dict", trainer.callback_handler), state.shared["callbacks"])
     _restore_user_attributes(trainer, state, is_final=True)
     restore_trainability(trainer, state.shared.get("trainability", {}))
+    restore_gradients(trainer, state.shared.get("gradients", {}))
     _restore_generators(trainer, state)
     _restore_position(trainer, state)
     _restore_losses(trainer, state)

@@ -33,6 +33,8 @@ _ALIASES = {
     "r2": "r2score",
     "sensitivity": "recall",
 }
+#: Classes that give the accuracy of several classes if they average over samples, as they do by default.
+_ACCURACIES_OF_SAMPLES = ("MulticlassF1Score", "MulticlassFBetaScore", "MulticlassPrecision", "MulticlassRecall")
 #: Tasks of classification metrics, with the argument that only this task needs.
 _TASKS = {"multiclass": "num_classes", "multilabel": "num_labels"}
 
@@ -49,8 +51,11 @@ class Classification(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, predictions: torch.Tensor, targets: torch.Tensor) -> Classification:
+    def of(cls, predictions: torch.Tensor, targets: torch.Tensor, may_be_probabilities: bool = False) -> Classification:
         """Return the task that the shapes of outputs and targets show. No values are read.
+
+        Args:
+            may_be_probabilities: whether targets of the shape of the outputs are probabilities of classes
 
         Raises:
             ValueError: if the shapes are not those of a classifier
@@ -58,8 +63,10 @@ class Classification(NamedTuple):
         shape, wanted = predictions.shape, targets.shape
         is_of_classes = predictions.is_floating_point() and not targets.is_floating_point()
         one_each = shape[1:2] in ((), (1,)) and shape == wanted
-        if one_each or _has_one_channel(shape, wanted):
+        if one_each or _has_one_channel(shape, wanted) or _has_one_channel(wanted, shape):
             return cls("binary", 2)
+        if may_be_probabilities and shape == wanted:
+            return cls("multiclass", shape[1])
         if is_of_classes and len(shape) == len(wanted) + 1 and shape[0] == wanted[0] and shape[2:] == wanted[1:]:
             return cls("multiclass", shape[1])
         if shape == wanted and len(shape) == 2:  # with more dimensions, these may be pixels of one label
@@ -84,10 +91,12 @@ class Classification(NamedTuple):
 
 
 def with_shape_of_targets(predictions: Tree, targets: Tree, *others: Tree) -> tuple[Tree, ...]:
-    """Return the arguments of a metric without a single channel of the predictions that the targets lack."""
+    """Return the arguments of a metric without a single channel that only the predictions or the targets have."""
     are_tensors = isinstance(predictions, torch.Tensor) and isinstance(targets, torch.Tensor)
     if are_tensors and _has_one_channel(predictions.shape, targets.shape):
         predictions = predictions.squeeze(1)
+    elif are_tensors and _has_one_channel(targets.shape, predictions.shape):
+        targets = targets.squeeze(1)
     return (predictions, targets, *others)
 
 
@@ -100,6 +109,17 @@ def are_labels(targets: Tree) -> bool:
     """Whether targets may be labels of classes: they are no fractions."""
     is_float = isinstance(targets, torch.Tensor) and targets.is_floating_point()
     return not is_float or bool((targets == targets.round()).all())
+
+
+def takes_probabilities(loss_func: object) -> bool:
+    """Whether targets of the shape of the outputs are probabilities of classes for this loss, such as one-hot ones."""
+    return isinstance(loss_func, torch.nn.CrossEntropyLoss) or loss_func is torch.nn.functional.cross_entropy
+
+
+def is_accuracy(metric: Metric) -> bool:
+    """Whether a metric of another name gives the accuracy, as it averages over the samples of all classes."""
+    is_of_samples = getattr(metric, "average", None) == "micro" and getattr(metric, "top_k", 1) == 1
+    return is_of_samples and type(metric).__name__ in _ACCURACIES_OF_SAMPLES
 
 
 def gives_logits(loss_func: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
@@ -32,6 +32,8 @@ from pytorch_accel_lite.extensions.metrics.metrics_by_name import (
     are_labels,
     as_labels,
     gives_logits,
+    is_accuracy,
+    takes_probabilities,
     with_shape_of_targets,
 )
 
@@ -77,6 +79,7 @@ class MetricsCallback(TrainerCallback):
     """
 
     _gives_logits = False
+    _takes_probabilities = False
     _evaluated: Run | None = None  # the run of the evaluation in progress
 
     def __init__(
@@ -108,7 +111,7 @@ class MetricsCallback(TrainerCallback):
             self._pending = {name: m for name, m in named.items() if isinstance(m, NamedMetric) and m.needs_task}
             known = {name: m for name, m in named.items() if name not in self._pending}
             named = {name: m.create() if isinstance(m, NamedMetric) else m for name, m in known.items()}
-        self._must_agree = bool(self._pending)
+        self._must_agree, self._may_be_accuracy = bool(self._pending), "average" not in arguments
         is_dict = isinstance(named, Mapping) and all(isinstance(value, Metric) for value in named.values())
         if not is_dict and not isinstance(named, MetricCollection):
             values = metrics.values() if isinstance(metrics, Mapping) else [metrics]
@@ -137,9 +140,14 @@ class MetricsCallback(TrainerCallback):
     def _collections(self) -> list[MetricCollection]:
         return [self.metrics, *([] if self.train_metrics is None else [self.train_metrics])]
 
+    @property
+    def _has_shares(self) -> bool:
+        return self._trainer is not None and self._trainer.division.has_fixed_shares
+
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
-        self._gives_logits = gives_logits(trainer.loss_func)
+        self._note_loss(trainer)
         metrics = dict(self.metrics.items())
+        self._say_what_is_accuracy(trainer, metrics)
         directions = {name: getattr(metric, "higher_is_better", None) for name, metric in metrics.items()}
         directions |= {name: metric.higher_is_better for name, metric in self._pending.items()}
         and_others = not all(map(_is_single, metrics.values()))
@@ -214,14 +222,14 @@ class MetricsCallback(TrainerCallback):
         """Update copies of the metrics before training, to find mistakes. An overridden ``_update`` is not tried."""
         if is_overridden(self, "_update") or is_overridden(self, "on_eval_step_end"):
             return
+        self._note_loss(trainer)
         copies = self.metrics.clone().to(trainer.device)
         if self._pending:
-            predictions, targets, *_ = self.transform(batch, batch_output)
-            classification = Classification.of(predictions, targets)
+            classification = self._classify(batch, batch_output)
             copies.add_metrics({name: metric.create(classification) for name, metric in self._pending.items()})
             copies.to(trainer.device)
+        self._say_what_is_accuracy(trainer, dict(copies.items()))
         copies.reset()
-        self._gives_logits = gives_logits(trainer.loss_func)
         self._update(copies, batch, batch_output)
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -232,11 +240,32 @@ class MetricsCallback(TrainerCallback):
     def _complete(self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput) -> None:
         """Create the metrics that wait for the first outputs."""
         if batch_output["batch_size"]:  # not a filler batch
-            predictions, targets, *_ = self.transform(batch, batch_output)
-            self._create(Classification.of(predictions, targets), trainer)
+            self._create(self._classify(batch, batch_output), trainer)
+
+    def _note_loss(self, trainer: TrainerLike) -> None:
+        """Note what the loss says about the outputs and the targets."""
+        self._gives_logits = gives_logits(trainer.loss_func)
+        self._takes_probabilities = self.transform is default_transform and takes_probabilities(trainer.loss_func)
+
+    def _say_what_is_accuracy(self, trainer: TrainerLike, metrics: Mapping[str, Metric]) -> None:
+        """Print once which metrics by name, such as F1, give the accuracy by torchmetrics' default."""
+        names = [name for name, metric in metrics.items() if name in self._named and is_accuracy(metric)]
+        if names and self._may_be_accuracy:
+            self._may_be_accuracy = False
+            passed = repr(names[0]) if len(names) == 1 else repr(names)
+            trainer.print(
+                f"{' and '.join(map(repr, names))}: torchmetrics averages over samples by default, which gives "
+                f"the accuracy. For the mean over classes, pass MetricsCallback({passed}, average='macro')."
+            )
+
+    def _classify(self, batch: BatchData, batch_output: BatchOutput) -> Classification:
+        predictions, targets, *_ = self.transform(batch, batch_output)
+        return Classification.of(predictions, targets, self._takes_probabilities)
 
     def _create(self, classification: Classification, trainer: TrainerLike | None = None) -> None:
         created = {name: metric.create(classification) for name, metric in self._pending.items()}
+        if trainer is not None:
+            self._say_what_is_accuracy(trainer, created)
         self._classification = classification
         for metrics in [*self._collections, *(metrics for _, metrics in self._interrupted)]:
             metrics.add_metrics({name: metric.clone() for name, metric in created.items()})
@@ -310,12 +339,15 @@ class MetricsCallback(TrainerCallback):
     def _completed(self, arguments: tuple[Tree, ...], metric: Metric) -> tuple[Tree, ...]:
         """Return the arguments of a metric by name, which for binary labels are probabilities and integers.
 
-        torchmetrics takes logits for probabilities in batches in which all lie between 0 and 1.
+        Of targets that are probabilities of classes, the largest counts. torchmetrics takes logits for probabilities in
+        batches in which all lie between 0 and 1.
         """
         predictions, targets, *others = with_shape_of_targets(*arguments)
         if type(metric).__name__.startswith(("Binary", "Multilabel")) and self.transform is default_transform:
             predictions = torch.sigmoid(predictions) if self._gives_logits else predictions
             targets = as_labels(targets)
+        elif type(metric).__name__.startswith("Multiclass") and self._takes_probabilities:
+            targets = targets.argmax(1) if targets.shape == predictions.shape else targets
         return (predictions, targets, *others)
 
     def _record(self, trainer: TrainerLike, metrics: MetricCollection, prefix: str) -> None:
@@ -347,8 +379,10 @@ class MetricsCallback(TrainerCallback):
         if self.train_metrics is None:
             return known
         states = [_state_of(copy) for copy in self._copies_of(self.train_metrics).values()]
-        gathered = [states] if self._ranks is None else self._ranks.all_gather_object(states)
-        return {"ranks": list(chain.from_iterable(gathered)), **known}
+        by_rank = [states] if self._ranks is None else self._ranks.all_gather_object(states)
+        # Without shares, the first copies of all processes come first, as load_state_dict() deals them out.
+        groups = by_rank if self._has_shares else zip_longest(*by_rank)
+        return {"ranks": [state for state in chain.from_iterable(groups) if state is not None], **known}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by ``state_dict()``; each process loads its part."""
@@ -364,12 +398,17 @@ class MetricsCallback(TrainerCallback):
         if self.train_metrics is None or "ranks" not in state:
             return
         copies = list(self._copies_of(self.train_metrics).values())
+        if not self._has_shares:  # another number of processes takes over the states of all
+            own = state["ranks"] if self._ranks is None else state["ranks"][self._ranks.rank :: self._ranks.world_size]
+            for number, states in enumerate(own):
+                _load_state(self._copy_of(self.train_metrics, number), states)
+            return
         counts = [len(copies)] if self._ranks is None else self._ranks.all_gather_object(len(copies))
         count = sum(counts)
         if len(state["ranks"]) != count:
             warn_outside(
-                f"Training metrics cover only the rest of this epoch: they were saved by {len(state['ranks'])} "
-                f"processes and are resumed on {count}."
+                f"Training metrics cover only the rest of this epoch: they were saved for {len(state['ranks'])} "
+                f"logical processes and are resumed for {count}."
             )
             return
         first = 0 if self._ranks is None else sum(counts[: self._ranks.rank])
@@ -477,7 +516,7 @@ def _merge_over_ranks(metrics: MetricCollection, shares: Callable[[], list[Metri
     Args:
         shares: returns the shares of this process
     """
-    if ranks.world_size == 1 and shares()[0] is metrics:
+    if ranks.world_size == 1 and shares() == [metrics]:
         return
 
     def local() -> list[list[StateDict | None]]:

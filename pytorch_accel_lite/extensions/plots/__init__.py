@@ -1,6 +1,6 @@
 """Plots of what a run recorded and tried, for the methods ``plot()`` and for pages (extra ``plot``)."""
 
-from pytorch_accel_lite.extending import PLOTS
+from pytorch_accel_lite.extending import PLOTS, Plots
 from pytorch_accel_lite.extensions.plots.contact_sheets import plot_sheet
 from pytorch_accel_lite.extensions.plots.figure_style import new_figure
 from pytorch_accel_lite.extensions.plots.learning_rate_plots import plot_range_test, plot_schedule
@@ -28,4 +28,5 @@ class MatplotlibPlots:
     plot_sheet = staticmethod(plot_sheet)
 
 
-PLOTS.fill(MatplotlibPlots())
+_plots: Plots = MatplotlibPlots()
+PLOTS.fill(_plots)

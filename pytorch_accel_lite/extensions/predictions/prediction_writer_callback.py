@@ -58,7 +58,6 @@ class PredictionWriterCallback(TrainerCallback):
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         if request.kind != "prediction":
             return
-        self._clear()
         length = find_length(dataset_of(trainer.eval_dataset))
         if length is None:
             raise TypeError("PredictionWriterCallback needs a dataset with a length.")
@@ -68,6 +67,7 @@ class PredictionWriterCallback(TrainerCallback):
         start, replaced = trainer.ranks.result_of_first(
             lambda: folder.begin(length, weights, self.overwrite, trainer.run.cleanup)
         )
+        self._clear()  # only now, as a prediction that writes there already may be what refuses this one
         request.first_sample = start
         if replaced:
             trainer.print(

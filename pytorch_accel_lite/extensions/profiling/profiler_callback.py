@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class ProfilerCallback(TrainerCallback):
         check_range("warmup", warmup)
         check_positive_int("active", active)
         check_positive_int("repeat", repeat)
-        self.schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
+        self.schedule = partial(_action, wait=wait, warmup=warmup, active=active, repeat=repeat)
         self.profile_kwargs = profile_kwargs
         self._skipped = wait + warmup
         self._active = active
@@ -76,3 +77,9 @@ class ProfilerCallback(TrainerCallback):
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
+
+
+def _action(step: int, **schedule: int) -> torch.profiler.ProfilerAction:
+    """Return what a schedule of torch does in a step. Unlike this function, the schedule cannot be pickled."""
+    action: torch.profiler.ProfilerAction = torch.profiler.schedule(**schedule)(step)
+    return action

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from pytorch_accel_lite.extending import Ranks, Snapshot, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import is_overridden
-from pytorch_accel_lite.extension_tools.metrics_and_callbacks import count_values
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import count_values, shorten_to
 from pytorch_accel_lite.extension_tools.processes import MACHINERY, open_trainers
 from pytorch_accel_lite.extensions.logical import LogicalProcesses, SharedLossTrackers
 from pytorch_accel_lite.extensions.takeover.joining_processes import wait_for_state
@@ -137,7 +137,7 @@ def _undo_of_evaluation(trainer: TrainerLike) -> Callable[[], None]:
     )
 
     def undo() -> None:
-        history.shorten(counts | dict.fromkeys(count_values(history).keys() - counts.keys(), 0))
+        shorten_to(history, counts)
         run.loss_trackers = trackers
         before.close()
 

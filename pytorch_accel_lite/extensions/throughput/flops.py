@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 
 from pytorch_accel_lite.data import FailedRead
-from pytorch_accel_lite.extending import Batch, StepSnapshot, TrainerLike
+from pytorch_accel_lite.extending import Batch, TrainerLike
 from pytorch_accel_lite.extension_tools.data_and_batches import infer_batch_size
 from pytorch_accel_lite.extension_tools.modules_and_devices import is_out_of_memory
-from pytorch_accel_lite.extension_tools.runs_and_steps import loss_of, preserving_attributes, replaced, unwrapped_model
+from pytorch_accel_lite.extension_tools.runs_and_steps import leaving_no_trace, loss_of, replaced, unwrapped_model
 from pytorch_accel_lite.extensions.batch_parts import split_into_parts
 
 
@@ -40,7 +40,7 @@ def try_counting_flops(trainer: TrainerLike) -> CountedFlops:
     flops = 0
     try:
         part = split_into_parts(run.batch, run.training_step.num_microbatches)[0]
-        with replaced(run, batch=part), preserving_attributes(trainer), StepSnapshot(trainer):
+        with replaced(run, batch=part), leaving_no_trace(trainer):
             flops = _count(trainer, part)
         return CountedFlops(flops, infer_batch_size(part.data, part.num_samples))
     except Exception as error:  # unless the counter caused it, the step itself will fail as well

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pytorch_accel_lite.data import CollateFunction, LoaderKwargs, NamedData
-from pytorch_accel_lite.extending import PLOTS, RunRequest, TrainerLike
+from pytorch_accel_lite.extending import RunRequest, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, check_range
 from pytorch_accel_lite.extension_tools.data_and_batches import DEFAULT_BATCH_SIZE
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import layer_scales, set_option
-from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
+from pytorch_accel_lite.extension_tools.texts_and_pages import find_plots, short_repr
 from pytorch_accel_lite.extensions.trials import Trial
 from pytorch_accel_lite.optimizers import CombinedOptimizer
 
@@ -50,7 +50,7 @@ class LearningRates:
         Args:
             path: where to save the plot; ``None`` does not save it
         """
-        plots = PLOTS.get("LearningRates.plot", ImportError)
+        plots = find_plots("LearningRates.plot")
         return plots.plot_range_test(self.lrs, self.losses, self.smoothed, self.suggestion, path)
 
     def __repr__(self) -> str:

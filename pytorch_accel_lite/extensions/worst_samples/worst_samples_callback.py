@@ -15,11 +15,11 @@ import torch
 from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
 
-from pytorch_accel_lite.extending import PLOTS, TrainerCallback, TrainerLike
+from pytorch_accel_lite.extending import Run, TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_function, check_positive_int
 from pytorch_accel_lite.extension_tools.data_and_batches import is_list_of_samples, is_number, slice_batch
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import default_transform
-from pytorch_accel_lite.extension_tools.texts_and_pages import align
+from pytorch_accel_lite.extension_tools.texts_and_pages import align, find_plots
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,18 +77,17 @@ class WorstSamplesCallback(TrainerCallback):
         self.transform = default_transform if transform is None else check_function("transform", transform)
         self.show = show
         self.samples: list[WorstSample] = []
-        self._kept: tuple[Any, ...] | None = None  # indices, losses, predictions and targets
-        self._gathered: list[WorstSample] = []
+        # By run, as an evaluation may interrupt another one.
+        self._kept: dict[Run, tuple[Any, ...]] = {}  # indices, losses, predictions and targets
+        self._gathered: dict[Run, list[WorstSample]] = {}  # those of the datasets before
 
     def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.eval_dataloader is not None:
             self._loss = self.loss or _without_reduction(trainer.loss_func)
 
     def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        self._kept = None
-        self._name = trainer.run_history.metric_name_prefix.removesuffix("_")
-        if len(trainer.eval_dataloaders) < 2 or trainer.eval_dataloader is trainer.eval_dataloaders[0]:
-            self._gathered = []
+        if trainer.run.outer is None and trainer.eval_dataloader not in trainer.eval_dataloaders[1:]:
+            self._kept, self._gathered = {}, {}  # of evaluations that failed
 
     def on_eval_step_end(
         self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: object
@@ -102,22 +101,24 @@ class WorstSamplesCallback(TrainerCallback):
             losses = _per_sample(self._loss(outputs, targets), size)
         numbers = [None] * size if indices is None else torch.as_tensor(indices, device=losses.device)
         columns = numbers, losses, _rows(_predicted(outputs, targets), size), _rows(targets, size)
-        if self._kept is not None:
-            columns = tuple(map(_join, self._kept, columns))
+        if trainer.run in self._kept:
+            columns = tuple(map(_join, self._kept[trainer.run], columns))
         ranking = torch.nan_to_num(columns[1], nan=math.inf, posinf=math.inf)
         largest = ranking.topk(min(self.k, len(ranking))).indices
-        self._kept = tuple(_select(column, largest) for column in columns)
+        self._kept[trainer.run] = tuple(_select(column, largest) for column in columns)
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
-        local_samples: list[WorstSample] = []
-        if self._kept is not None:
-            columns = send_to_device(self._kept, "cpu")
-            local_samples = [WorstSample._make([*map(_plain, row), self._name]) for row in zip(*columns, strict=True)]
+        run = trainer.run
+        columns = send_to_device(self._kept.pop(run, ()), "cpu")
+        name = trainer.run_history.metric_name_prefix.removesuffix("_")
+        local_samples = [WorstSample._make([*map(_plain, row), name]) for row in zip(*columns, strict=True)]
+        gathered = self._gathered.pop(run, [])
         for samples in trainer.data_ranks.all_gather_object(local_samples):
-            self._gathered.extend(samples)
-        self._kept = None
-        self.samples = sorted(self._gathered, key=lambda s: math.inf if math.isnan(s.loss) else s.loss, reverse=True)
-        self.samples = self._gathered = self.samples[: self.k]
+            gathered.extend(samples)
+        gathered.sort(key=lambda s: math.inf if math.isnan(s.loss) else s.loss, reverse=True)
+        self.samples = gathered[: self.k]
+        if trainer.eval_dataloader in trainer.eval_dataloaders[:-1]:
+            self._gathered[run] = self.samples
         if self.show:
             trainer.print(self)
 
@@ -154,7 +155,7 @@ class WorstSamplesCallback(TrainerCallback):
             for s in self.samples
         ]
         images = [_dataset_of(sample, dataset)[sample.index][0] for sample in self.samples]
-        return PLOTS.get("WorstSamplesCallback.plot", ImportError).plot_sheet(images, titles, path)
+        return find_plots("WorstSamplesCallback.plot").plot_sheet(images, titles, path)
 
 
 def _dataset_of(sample: WorstSample, datasets: Any) -> Any:

@@ -1,1 +1,1 @@
-"""The metrics of a run: running losses, the history, names, directions and panels, and which one is watched."""
+"""The metrics of a run: running losses, the history, names and directions, and which one is watched."""

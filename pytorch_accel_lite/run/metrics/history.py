@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, 
 from contextlib import contextmanager
 from itertools import takewhile
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from pytorch_accel_lite.base.arguments.argument_checks import check_names
 from pytorch_accel_lite.base.display.formatting import format_metric
@@ -18,19 +18,35 @@ from pytorch_accel_lite.base.names.unknown_names import did_you_mean
 from pytorch_accel_lite.base.optional_packages import import_extra
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.run.metrics.metric_panels import MetricValue as MetricValue
-from pytorch_accel_lite.run.metrics.plots_seam import PLOTS
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
 
+#: The value of a metric: usually a number, but a program may record anything.
+MetricValue: TypeAlias = Any
 #: The values of metrics by name, with the number of the epoch as ``epoch``.
 Row: TypeAlias = dict[str, MetricValue]
 
 #: What shows a history in a notebook: returns HTML, or ``None`` if the history does not know the epochs of its values.
 HISTORY_TABLE: Slot[Callable[[RunHistory], str | None]] = Slot("progress_table")
+
+
+class CurvePlots(Protocol):
+    """Draws the curves of a history. Extensions draw more with it: ``extending.Plots``."""
+
+    def plot_curves(
+        self,
+        curves: Mapping[str, tuple[Sequence[int], Sequence[MetricValue]]],
+        path: str | os.PathLike[str] | None = None,
+        directions: Mapping[str, bool | None] | None = None,
+    ) -> Figure:
+        """Plot metrics over epochs."""
+
+
+#: What draws plots.
+PLOTS: Slot[CurvePlots] = Slot("plots")
 
 
 class RunHistory(ABC):
@@ -228,6 +244,11 @@ class RunHistory(ABC):
     def __repr__(self) -> str:
         latest = (f"{name}={format_metric(self.get_latest_metric(name))}" for name in self)
         return join_wrapped(f"{type(self).__name__}(", latest, ")")
+
+
+def shorten_to(history: RunHistory, counts: Mapping[str, int]) -> None:
+    """Delete what a history has recorded since ``count_values()`` returned these counts."""
+    history.shorten({**dict.fromkeys(history.get_metric_names(), 0), **counts})
 
 
 def count_values(history: RunHistory) -> dict[str, int]:

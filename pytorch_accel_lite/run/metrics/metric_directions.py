@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TypeVar
 
 Key = TypeVar("Key")
-
-
-def direction_of(name: str, directions: Mapping[str, bool | None]) -> bool | None:
-    """Return whether larger values of a metric are better; by default smaller ones for losses, ``None`` for others."""
-    direction = directions.get(name)
-    return False if direction is None and is_loss(name) else direction
 
 
 def is_loss(name: str) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from tests.small_models import adamw_trainer, float64_data, float64_model, make_model, make_trainer, train
+from tests.small_models import adamw_trainer, float64_data, float64_model, listener, make_model, make_trainer, train
 
 
 def test_an_optimizer_of_another_model_is_warned_of():
@@ -44,6 +44,21 @@ def test_adapters_newer_than_the_optimizer_are_warned_of():
     match = r"No optimizer has the model's 2\.weight, 2\.bias, .* has only parameters that are frozen"
     with pytest.warns(UserWarning, match=match):
         train(make_trainer(model=model, optimizer=optimizer))
+
+
+@pytest.mark.parametrize("event", ["on_training_run_start", "on_train_epoch_start", "on_train_epoch_end"])
+def test_a_model_replaced_within_a_run_needs_an_optimizer(event, recwarn):
+    def replace(trainer, **_):
+        trainer.model = make_model(1)
+        if with_optimizer:
+            trainer.optimizer = SGD(trainer.model.parameters(), lr=0.1)
+
+    with_optimizer = True
+    train(make_trainer([listener(**{event: replace})]), epochs=2)
+    assert not list(recwarn)
+    with_optimizer = False
+    with pytest.warns(UserWarning, match=r"None of the 4 parameters of the optimizer belongs to the model.*recreate"):
+        train(make_trainer([listener(**{event: replace})]), epochs=2)
 
 
 def test_an_optimizer_of_the_loss_functions_parameters_is_fine(recwarn):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from tests.deadlocks import DATA, fails_on_rank_1, on_rank_1, train
-from tests.launching import in_forks, some_of
+from tests.launching import PATIENCE, WarmPython, environment, in_forks, some_of
 from tests.ranks import rank
 from tests.small_models import float64_model, listener
 
@@ -126,6 +127,28 @@ def test_the_others_say_which_process_has_left_and_why(tmp_path, leave, words, e
     assert re.search(
         rf"ProcessLostError: Rank 0 cannot go on, because another process has left the job\. {words}", said
     )
+
+
+FAILS_OUTSIDE_OF_RUNS = """
+from tests.ranks import rank
+from tests.small_models import make_trainer, train
+trainer = make_trainer()
+if rank() == 1:
+    raise OSError("no disk")
+train(trainer)
+"""
+
+
+@pytest.mark.processes
+def test_the_others_say_that_an_error_outside_of_runs_is_why():
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    job["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    command = [sys.executable, "-c", FAILS_OUTSIDE_OF_RUNS]
+    ranks = [environment(**job, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    programs = [WarmPython(command, env=env, stderr=subprocess.PIPE, text=True) for env in ranks]
+    said, _ = [program.communicate(timeout=PATIENCE)[1] for program in programs]
+    assert "another process has left the job. Rank 1 has left the program: OSError: no disk.\n" in said
 
 
 @pytest.mark.processes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
 )
 from tests.launching import TORCHRUN, launch, two_are_enough
+from tests.ranks import world_size
 from tests.scripts.resumable import CopyStates, run
 from tests.small_models import adamw_trainer, float64_data, float64_model, listener, make_data, make_trainer, train
 
@@ -369,24 +371,35 @@ def ones(batch: Any, batch_output: Any) -> Any:
     return (torch.ones(len(batch[0])),)
 
 
-def training_metrics(folder: Path) -> Any:
-    """The samples of an epoch, whose last step has a sample for one process only."""
+def training_metrics(folder: Path, resume_from: Path | None = None) -> Any:
+    """The samples of an epoch, whose last step has a sample for one process only, and the order of its targets."""
     counts = MetricsCallback({"count": SumMetric()}, ones, train=True)
-    saver = SaveTrainingStateCallback(folder, save_every_n_steps=1, save_at_end=False)
-    trainer = adamw_trainer(float64_model(), callbacks=[counts, saver], seed=0)
-    trainer.train(float64_data(7), 1, per_device_batch_size=3)
-    return trainer.run_history.to_dict()
+    targets = MetricsCallback({"all": CatMetric()}, lambda batch, _: (batch[1].flatten(),), train=True)
+    saver = SaveTrainingStateCallback(folder, save_every_n_steps=1, save_at_end=False, max_checkpoints=None)
+    trainer = adamw_trainer(float64_model(), callbacks=[counts, targets, saver], seed=0)
+    trainer.train(float64_data(19), 1, per_device_batch_size=6 // world_size(), resume_from=resume_from)
+    return trainer.run_history.get_metric_values("train_count"), trainer.run_history.get_metric_values("train_all")
+
+
+def on_one(*arguments: Any) -> list[Any]:
+    return [training_metrics(*arguments)]
 
 
 @pytest.mark.processes
-def test_training_metrics_restart_with_fewer_processes(tmp_path, two_ranks):
-    for result in two_ranks.run(training_metrics, tmp_path):
-        assert result["train_count"] == [7.0]
-    counts = MetricsCallback({"count": SumMetric()}, ones, train=True)
-    trainer = adamw_trainer(float64_model(), callbacks=[counts, SaveTrainingStateCallback(tmp_path / "again")], seed=0)
-    with pytest.warns(UserWarning, match="they were saved by 2 processes and are resumed on 1"):
-        trainer.train(float64_data(7), 1, per_device_batch_size=3, resume_from=tmp_path / "update-000000001")
-    assert trainer.run_history.get_metric_values("train_count") == [1.0]
+def test_other_numbers_of_processes_take_over_training_metrics(tmp_path, job):
+    """Also after the last step of an epoch; and a run resumed once more continues to the same values."""
+    training_metrics(tmp_path / "1")
+    job(3).run(training_metrics, tmp_path / "3")
+    expected = sorted(float64_data(19).tensors[1].flatten().tolist())
+    for saved, resumed, update in ((3, 1, 1), (3, 1, 4), (3, 2, 1), (3, 2, 4), (1, 2, 2)):
+        folder = tmp_path / f"{saved} to {resumed} at {update}"
+        resume = on_one if resumed == 1 else partial(job(resumed).run, training_metrics)
+        found = resume(folder, tmp_path / f"{saved}/update-{update:09}")
+        for counts, targets in found:
+            assert counts == [19.0]
+            assert sorted(targets[0]) == pytest.approx(expected)
+        for state in sorted(folder.glob("update-*"))[:1]:
+            assert resume(folder / "again", state) == found
 
 
 @pytest.mark.processes
@@ -653,6 +666,38 @@ def test_one_column_of_outputs_is_binary_without_one_of_targets(shape, whole, is
     assert found["mse"] == pytest.approx(((outputs - targets) ** 2).mean().item())
 
 
+@pytest.mark.parametrize("shape", [(8,), (8, 2, 2)])
+def test_one_column_of_targets_is_binary_without_one_of_outputs(shape):
+    torch.manual_seed(0)
+    targets = (torch.rand(shape) > 0.5).float()
+    data = TensorDataset(torch.randn(shape), targets.unsqueeze(1))
+
+    class Column(nn.BCEWithLogitsLoss):
+        def forward(self, outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+            return super().forward(outputs.unsqueeze(1), wanted)
+
+    trainer = Trainer(nn.Identity(), Column(), None, callbacks=[], metrics=["accuracy", "mse"])
+    found = trainer.evaluate(data, 3)
+    assert found["accuracy"] == pytest.approx(((data.tensors[0] > 0) == targets).float().mean().item())
+    assert found["mse"] == pytest.approx(((data.tensors[0] - targets) ** 2).mean().item())
+
+
+@pytest.mark.parametrize("loss_func", [nn.CrossEntropyLoss(), nn.functional.cross_entropy])
+@pytest.mark.parametrize("arguments", [{}, {"num_classes": 3}])
+@pytest.mark.parametrize("pixels", [(), (2, 2)])
+def test_one_hot_targets_count_as_classes(loss_func, arguments, pixels):
+    torch.manual_seed(0)
+    outputs, classes = torch.randn(8, 3, *pixels), torch.randint(3, (8, *pixels))
+    one_hot = nn.functional.one_hot(classes, 3).movedim(-1, 1).float()
+    found = []
+    for targets in (classes, one_hot):
+        metrics = MetricsCallback(["accuracy", "auroc"], **arguments)
+        trainer = Trainer(nn.Identity(), loss_func, None, callbacks=[metrics])
+        found.append(trainer.evaluate(TensorDataset(outputs, targets), 3))
+    assert found[0]["accuracy"] == pytest.approx((outputs.argmax(1) == classes).float().mean().item())
+    assert [found[1][name] for name in ("accuracy", "auroc")] == [found[0][name] for name in ("accuracy", "auroc")]
+
+
 @pytest.mark.parametrize("loss_func", [nn.BCEWithLogitsLoss(), nn.functional.binary_cross_entropy_with_logits])
 @pytest.mark.parametrize("labels", [1, 2])
 def test_small_logits_of_a_batch_are_not_probabilities(labels, loss_func):
@@ -703,6 +748,22 @@ def test_a_metric_by_name_is_watched_in_its_direction(tmp_path):
     trainer, data = trainer_of("multiclass", "f1", stopping)
     trainer.train(data, 3, data, per_device_batch_size=4)
     assert stopping.best_metric == max(trainer.run_history.get_metric_values("f1"))
+
+
+@pytest.mark.parametrize("given", [{}, {"num_classes": 3}], ids=["by shape", "given"])
+def test_a_metric_that_is_the_accuracy_by_default_is_said_to_be(given, capsys):
+    data = classification()
+    trainer = class_trainer(MetricsCallback(["accuracy", "f1", "recall"], **given))
+    trainer.train(data, 2, data)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "averages over samples" in line]
+    assert line.startswith(
+        "'f1' and 'recall': torchmetrics averages over samples by default, which gives the accuracy."
+    )
+    assert line.endswith("pass MetricsCallback(['f1', 'recall'], average='macro').")
+    assert trainer.run_history["f1"] == trainer.run_history["recall"] == trainer.run_history["accuracy"]
+    class_trainer(MetricsCallback(["f1", "recall"], average="micro", **given)).train(data, 1, data)
+    class_trainer(MetricsCallback("auroc", **given)).train(data, 1, data)
+    assert "averages over samples" not in capsys.readouterr().out
 
 
 @pytest.mark.thorough

@@ -283,6 +283,17 @@ def test_predictions_of_two_runs_are_not_mixed(tmp_path):
     second.predict(data)
 
 
+def test_a_refused_prediction_leaves_the_one_it_is_in_whole(tmp_path):
+    data = make_data(8)
+    trainer = make_trainer([PredictionWriterCallback(tmp_path / "p")])
+    outputs = trainer.predict_iter(data, per_device_batch_size=2)
+    parts = [next(outputs)]
+    with pytest.raises(RuntimeError, match=r"directory=.*another run"):
+        trainer.predict(data)
+    parts.extend(outputs)
+    assert torch.equal(read_predictions(tmp_path / "p"), torch.cat(parts))
+
+
 def test_predictions_of_a_loader_are_written(tmp_path):
     trainer = adamw_trainer(float64_model(), callbacks=[PredictionWriterCallback(tmp_path)])
     outputs = trainer.predict(DataLoader(float64_data(11), 4))

@@ -108,16 +108,25 @@ class Remembers(Trainer):
         return output
 
 
+class CountsCalls(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 2}, SPLITTING])
 def test_counting_flops_changes_nothing(arguments, tmp_path):
     def run(*callbacks: Any, **kwargs: Any) -> Any:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 1))
+        model = nn.Sequential(CountsCalls(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 1))
         saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)
         trainer = make_trainer([*callbacks, saving], model, Remembers, seed=1)
         train(trainer, epochs=2, size=8, train_dataloader_kwargs={}, **arguments, **kwargs)
-        return weights(model), [trainer.run_history.get_metric_values(f"train_{n}_epoch") for n in ("loss", "noise")]
+        losses = [trainer.run_history.get_metric_values(f"train_{n}_epoch") for n in ("loss", "noise")]
+        return weights(model), (losses, model[0].calls)
 
     def counted(**kwargs: Any) -> Any:
         seen: list[Any] = []
@@ -125,10 +134,10 @@ def test_counting_flops_changes_nothing(arguments, tmp_path):
         found = run(ThroughputCallback(count_flops=True, peak_flops=1), look, **kwargs)
         return (*found, seen[0][0])
 
-    plain, losses = run()
-    for found, its_losses, sizes in (counted(), counted(resume_from=tmp_path / "update-000000001")):
+    plain, measured = run()
+    for found, its_measured, sizes in (counted(), counted(resume_from=tmp_path / "update-000000001")):
         assert equal_weights(found, plain)
-        assert its_losses == losses
+        assert its_measured == measured
         assert len(sizes) <= 8
 
 

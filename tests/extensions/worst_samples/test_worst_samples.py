@@ -17,7 +17,16 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import WorstSamplesCallback
 from tests.launching import CAN_SHARD, SOAK
 from tests.sharded import fit, gathered, large_model, sharded_trainer, sharding_accelerator
-from tests.small_models import Stream, adamw_trainer, float64_data, float64_model, make_data, make_trainer, train
+from tests.small_models import (
+    Stream,
+    adamw_trainer,
+    float64_data,
+    float64_model,
+    listener,
+    make_data,
+    make_trainer,
+    train,
+)
 
 
 def classes(size: int = 40, pixels: int = 4) -> TensorDataset:
@@ -74,6 +83,24 @@ def test_a_custom_loss_and_evaluations_by_name():
     train(trainer, eval_dataset={"a": make_data(6), "b": make_data(3)})
     assert {sample.dataset for sample in worst.samples} <= {"a", "b"}
     assert len(worst.samples) == 2
+
+
+def test_an_evaluation_within_another_takes_none_of_its_samples():
+    worst = WorstSamplesCallback(20, loss=lambda outputs, targets: (outputs - targets).abs().squeeze(1))
+    found: list[Any] = []
+
+    def interrupt(trainer, **_):
+        if trainer.run.outer is None:
+            trainer.evaluate({"c": make_data(4), "d": make_data(1)})
+            found.append([sample.dataset for sample in worst.samples])
+
+    trainer = make_trainer([worst, listener(on_eval_step_end=interrupt)])
+    trainer.evaluate({"a": make_data(6), "b": make_data(3)}, per_device_batch_size=2)
+    assert [sorted(names) for names in found] == [*[[*["a_c"] * 4, "a_d"]] * 3, *[[*["b_c"] * 4, "b_d"]] * 2]
+    assert sorted((sample.dataset, sample.index) for sample in worst.samples) == [
+        *(("a", index) for index in range(6)),
+        *(("b", index) for index in range(3)),
+    ]
 
 
 @pytest.mark.extension("streams")
