@@ -94,7 +94,7 @@ def test_what_an_overridden_run_config_changes_is_obeyed(by, changed):
 
     def trained(trainer_class, num_epochs=2, **arguments):
         norms: list[torch.Tensor] = []
-        note = listener(on_optimizer_step_end=lambda trainer, **_: norms.append(trainer.gradient_norm.clone()))
+        note = listener(on_optimizer_step_start=lambda trainer, **_: norms.append(trainer.gradient_norm.clone()))
         return train(make_trainer([note], trainer_class=trainer_class), num_epochs, **arguments), norms
 
     (own, norms), (usual, usual_norms) = trained(Own), trained(Trainer, **changed)
