@@ -39,12 +39,10 @@ from pytorch_accel_lite.loop.inference import INFERENCE_STEP
 from pytorch_accel_lite.loop.model_setup import MODEL_CHANGES, STEP_COMPILER, StepCompiler
 from pytorch_accel_lite.loop.resuming import SCHEDULE_RECREATION
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot
-from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.error_notes_seam import ERROR_NOTES, MEMORY_ADVICE
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.latest_records import LoadedWeights
 from pytorch_accel_lite.run.metrics.history import HISTORY_TABLE, PLOTS
 from pytorch_accel_lite.run.metrics.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.metrics.watched_metric import WatchedMetric
@@ -60,7 +58,9 @@ from pytorch_accel_lite.run.run import (
     UserAttributes,
 )
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS, RunChecks
-from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
+from pytorch_accel_lite.run.run_parts.accumulation import GradientWindow
+from pytorch_accel_lite.run.run_parts.latest_records import LoadedWeights
+from pytorch_accel_lite.run.run_parts.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
 from pytorch_accel_lite.run.step_division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.steps.plain_step import PlainStep, backward

@@ -2,6 +2,6 @@
 
 from pytorch_accel_lite.run.metrics.history import InMemoryRunHistory, RunHistory
 from pytorch_accel_lite.run.metrics.losses import LossTracker, LossTrackers
-from pytorch_accel_lite.run.progress import Progress
+from pytorch_accel_lite.run.run_parts.progress import Progress
 
 __all__ = ["InMemoryRunHistory", "LossTracker", "LossTrackers", "Progress", "RunHistory"]

@@ -85,19 +85,19 @@ from pytorch_accel_lite.optimizers.optimizer_types import (
     TrainerOptimizer,
     TrainerScheduler,
 )
-from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.ending.stop_errors import RunPausedError
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
 from pytorch_accel_lite.run.metrics.history import InMemoryRunHistory, MetricValue, RunHistory
 from pytorch_accel_lite.run.metrics.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.metrics.watched_metric import latest_metric
-from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import CompiledForwardLike, Run, Step
-from pytorch_accel_lite.run.run_data import DataArguments
+from pytorch_accel_lite.run.run_parts.accumulation import Count
+from pytorch_accel_lite.run.run_parts.goodput import Goodput
+from pytorch_accel_lite.run.run_parts.progress import Progress
+from pytorch_accel_lite.run.run_parts.run_data import DataArguments
 from pytorch_accel_lite.run.scheduler_stepping import step_after_epoch, step_timms_after_epoch
 from pytorch_accel_lite.run.step_division import create_division
 from pytorch_accel_lite.run.trainer_parts.prepared_model import PreparedModel

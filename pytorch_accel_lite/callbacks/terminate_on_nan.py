@@ -11,10 +11,10 @@ import torch
 from pytorch_accel_lite.base.machine.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 from pytorch_accel_lite.data.step_outputs import mean_that_counts
-from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.run_parts.accumulation import Count
 
 _StepLosses = tuple[int, dict[str, torch.Tensor]]  # the number of a step and its losses
 

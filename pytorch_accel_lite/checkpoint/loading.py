@@ -31,8 +31,8 @@ from pytorch_accel_lite.checkpoint.states.state_files import read_learned
 from pytorch_accel_lite.checkpoint.stores_by_url import read_state, store_of
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
-from pytorch_accel_lite.run.latest_records import LoadedWeights
 from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.run_parts.latest_records import LoadedWeights
 from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers, set_optimizer_modes
 
 

@@ -28,8 +28,8 @@ from pytorch_accel_lite.optimizers.param_group_options import (
     scheduled_options,
     set_option,
 )
-from pytorch_accel_lite.run.accumulation import Count, WindowCounts, as_weight
 from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.run_parts.accumulation import Count, WindowCounts, as_weight
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import (
     all_registered_objects,
     buffers_in,

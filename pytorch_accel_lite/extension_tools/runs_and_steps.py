@@ -16,7 +16,7 @@ from pytorch_accel_lite.loop.snapshot import leaving_no_trace, preserving_attrib
 from pytorch_accel_lite.loop.training import loss_of, run_step
 from pytorch_accel_lite.run.error_notes_seam import add_error_notes, adding_error_notes
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.run_data import DataArguments
+from pytorch_accel_lite.run.run_parts.run_data import DataArguments
 from pytorch_accel_lite.run.scheduler_stepping import step_after_update
 from pytorch_accel_lite.steps.step_choice import create_step
 

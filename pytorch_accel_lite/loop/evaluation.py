@@ -29,14 +29,14 @@ from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.ending.stop_errors import StopTrainingError
 from pytorch_accel_lite.run.error_notes_seam import adding_error_notes
 from pytorch_accel_lite.run.intervals import Interval
-from pytorch_accel_lite.run.latest_records import EvaluationRecord
 from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory, count_values, counts_before_growth
-from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.run_data import DataArguments
+from pytorch_accel_lite.run.run_parts.latest_records import EvaluationRecord
+from pytorch_accel_lite.run.run_parts.progress import EpochPhase
+from pytorch_accel_lite.run.run_parts.run_data import DataArguments
+from pytorch_accel_lite.run.run_parts.skipped_batches import SKIPPED, SkippedBatches
 from pytorch_accel_lite.run.scheduler_stepping import step_within_epoch
-from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches
 
 
 class EvaluationKind(Enum):

@@ -31,14 +31,14 @@ from pytorch_accel_lite.loop.run_loaders import check_gives_batches, create_eval
 from pytorch_accel_lite.loop.scheduler_creation import begin_schedule
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients, forget_unscaled
-from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
 from pytorch_accel_lite.run.ending.signals import ending_at_signals, exit_after_signal
-from pytorch_accel_lite.run.latest_records import TrainingRecord
 from pytorch_accel_lite.run.metrics.history import InMemoryRunHistory
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
-from pytorch_accel_lite.run.run_data import DataArguments
+from pytorch_accel_lite.run.run_parts.accumulation import Accumulation, GradientWindow
+from pytorch_accel_lite.run.run_parts.latest_records import TrainingRecord
+from pytorch_accel_lite.run.run_parts.run_data import DataArguments
 
 
 def fit(

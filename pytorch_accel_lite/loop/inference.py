@@ -27,8 +27,8 @@ from pytorch_accel_lite.loop.model_setup import prepare_model
 from pytorch_accel_lite.loop.run_loaders import create_eval_loaders
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import InferenceStep, Run, TrainerLike
-from pytorch_accel_lite.run.run_data import DataArguments
-from pytorch_accel_lite.run.skipped_batches import SkippedBatches
+from pytorch_accel_lite.run.run_parts.run_data import DataArguments
+from pytorch_accel_lite.run.run_parts.skipped_batches import SkippedBatches
 from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers
 
 #: A step method, which returns its output for a batch.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pytorch_accel_lite.data import ShardedLoader
 from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
 from pytorch_accel_lite.data.sources import find_length
-from pytorch_accel_lite.run.accumulation import Accumulation
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.run_parts.accumulation import Accumulation
 
 
 def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRunConfig:

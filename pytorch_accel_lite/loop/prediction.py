@@ -27,8 +27,8 @@ from pytorch_accel_lite.loop.lifecycle import end_failed_run
 from pytorch_accel_lite.run.error_notes_seam import adding_error_notes
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.run_data import DataArguments
-from pytorch_accel_lite.run.skipped_batches import SKIPPED
+from pytorch_accel_lite.run.run_parts.run_data import DataArguments
+from pytorch_accel_lite.run.run_parts.skipped_batches import SKIPPED
 
 #: Makes a block in which the model predicts without effect on an outer run.
 _Isolate: TypeAlias = Callable[[], AbstractContextManager[None]]

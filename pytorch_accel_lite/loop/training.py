@@ -32,10 +32,10 @@ from pytorch_accel_lite.loop.resuming import (
 )
 from pytorch_accel_lite.loop.snapshot import leaving_no_trace
 from pytorch_accel_lite.run.error_notes_seam import add_error_notes
-from pytorch_accel_lite.run.loop_state import GlobalModes
-from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
+from pytorch_accel_lite.run.run_parts.loop_state import GlobalModes
+from pytorch_accel_lite.run.run_parts.progress import EpochPhase
 from pytorch_accel_lite.run.trainer_parts.optimizer_modes import set_optimizer_modes
 
 

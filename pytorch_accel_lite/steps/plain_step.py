@@ -12,9 +12,9 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 from pytorch_accel_lite.data.step_outputs import as_scalars, check_loss, complete_output, total_loss
 from pytorch_accel_lite.distributed.gradient_sync import average_gradients
-from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
+from pytorch_accel_lite.run.run_parts.accumulation import GradientWindow
 from pytorch_accel_lite.run.scheduler_stepping import step_after_update
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import parameters_not_in_model
 from pytorch_accel_lite.run.trainer_parts.trained_objects import buffers_beside_model

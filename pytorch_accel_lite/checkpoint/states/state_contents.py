@@ -56,9 +56,9 @@ from pytorch_accel_lite.checkpoint.states.state_files import (
 from pytorch_accel_lite.optimizers.optimizer_parts import group_names, single_optimizers, state_class_names
 from pytorch_accel_lite.optimizers.param_group_options import Options, set_options
 from pytorch_accel_lite.run.callback_handler import callbacks_with
-from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.request_and_config import DatedStateSource
 from pytorch_accel_lite.run.run import Step, TrainerLike
+from pytorch_accel_lite.run.run_parts.progress import EpochPhase
 from pytorch_accel_lite.run.step_division import Division, numbers_of_shares
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import all_registered_objects
 from pytorch_accel_lite.run.trainer_parts.trained_objects import saved_optimizers

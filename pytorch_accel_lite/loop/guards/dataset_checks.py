@@ -17,7 +17,7 @@ from pytorch_accel_lite.data.dataloader_creation import DEFAULT_BATCH_SIZE, Load
 from pytorch_accel_lite.data.sampler_order_checks import is_prepared
 from pytorch_accel_lite.data.sources import Source, dataset_of, is_loader
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.run_data import DataArguments
+from pytorch_accel_lite.run.run_parts.run_data import DataArguments
 
 
 def check_dataset(trainer: TrainerLike, name: str, arguments: DataArguments, other: Source = None) -> None:

@@ -11,8 +11,8 @@ from pytorch_accel_lite.base.modules.unwrapping import unwrap
 from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.run.events import STEP_EVENTS, Phase
-from pytorch_accel_lite.run.loop_state import GlobalModes
 from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.run_parts.loop_state import GlobalModes
 
 #: For each phase, the methods of a trainer that compute a batch.
 _STEP_METHODS: dict[Phase, tuple[str, ...]] = {

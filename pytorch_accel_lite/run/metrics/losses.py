@@ -14,7 +14,7 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.data.step_outputs import mean_that_counts
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.run.accumulation import Count
+from pytorch_accel_lite.run.run_parts.accumulation import Count
 
 _WITHOUT_LOSS = ""  # counts the samples of evaluations that compute no loss
 

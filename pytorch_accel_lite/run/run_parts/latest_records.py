@@ -10,7 +10,7 @@ from pytorch_accel_lite.data import NamedData
 from pytorch_accel_lite.run.ending.run_end import RunEnd
 from pytorch_accel_lite.run.metrics.history import MetricValue
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
-from pytorch_accel_lite.run.run_data import DataArguments
+from pytorch_accel_lite.run.run_parts.run_data import DataArguments
 
 
 class TrainingRecord(NamedTuple):
