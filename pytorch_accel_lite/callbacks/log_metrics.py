@@ -6,7 +6,7 @@ from functools import cached_property
 
 from pytorch_accel_lite.base.display.escaping import escape_unprintable
 from pytorch_accel_lite.base.display.formatting import format_metric
-from pytorch_accel_lite.run.callback_handler import set_listening
+from pytorch_accel_lite.run.callback_handler import set_own_listening
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.metrics.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.run import TrainerLike
@@ -34,18 +34,18 @@ class LogMetricsCallback(TrainerCallback):
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._new.follow(trainer.run_history)  # a subclass may have overridden the start event
-        set_listening(trainer, self, False, "on_train_step_checkpoint")
+        set_own_listening(trainer, self, False, "on_train_step_checkpoint")
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         # An evaluation within an epoch is logged after its update.
-        set_listening(trainer, self, True, "on_train_step_checkpoint")
+        set_own_listening(trainer, self, True, "on_train_step_checkpoint")
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.run.end.is_regular:
             self._log_new(trainer)
 
     def _log_new(self, trainer: TrainerLike, **kwargs: object) -> None:
-        set_listening(trainer, self, False, "on_train_step_checkpoint")
+        set_own_listening(trainer, self, False, "on_train_step_checkpoint")
         metrics = self._new_metrics(trainer)
         if metrics:
             self.log_metrics(trainer, metrics)

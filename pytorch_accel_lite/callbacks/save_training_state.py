@@ -29,7 +29,7 @@ from pytorch_accel_lite.checkpoint.models.frozen_weights import model_checksums
 from pytorch_accel_lite.checkpoint.models.supported_engines import check_states_are_possible
 from pytorch_accel_lite.checkpoint.states.state_store import remove_old_states, state_name
 from pytorch_accel_lite.checkpoint.stores_by_url import open_store
-from pytorch_accel_lite.run.callback_handler import set_listening
+from pytorch_accel_lite.run.callback_handler import set_own_listening
 from pytorch_accel_lite.run.ending.stop_errors import RunInterruptedError, RunPausedError
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
@@ -249,7 +249,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         for interval in self._intervals:
             interval.start(trainer.run, "save_every" if interval is self.save_every else "")
         is_within_epochs = any(interval.is_within_epochs for interval in self._intervals)
-        set_listening(trainer, self, is_within_epochs, "on_train_step_checkpoint")
+        set_own_listening(trainer, self, is_within_epochs, "on_train_step_checkpoint")
         if self.asynchronous and trainer.ranks.allows_threads:
             self._writer = BackgroundWriter(trainer.accelerator)
         if self.requeue:

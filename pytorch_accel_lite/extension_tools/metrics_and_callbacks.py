@@ -17,7 +17,7 @@ from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.callbacks.print_progress import epoch_of
 from pytorch_accel_lite.data.batch_adapter import TARGET_KEYS
 from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.run.callback_handler import named_callbacks, set_listening
+from pytorch_accel_lite.run.callback_handler import named_callbacks, set_own_listening
 from pytorch_accel_lite.run.events import EVENTS, Failure, Phase, Picture, events_between, keywords_of
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
 from pytorch_accel_lite.run.metrics.history import MetricValue, NewMetrics, count_values, shorten_to
@@ -30,7 +30,7 @@ __all__ = [
     "LogMetricsCallback", "MetricValue", "MetricWatcher", "NewMetrics", "Phase", "Picture", "PROGRESS_BARS", "best_of",
     "count_values", "default_transform", "describe_fractions", "direction_of", "epoch_of", "events_between",
     "improvement", "is_loss", "is_monitor", "keywords_of", "named_callbacks", "panels_by_metric", "parse_interval",
-    "set_listening", "shorten_to",
+    "set_own_listening", "shorten_to",
 ]  # fmt: skip
 
 

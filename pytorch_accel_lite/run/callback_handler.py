@@ -235,7 +235,7 @@ class HasCallbackHandler(Protocol):
     callback_handler: CallbackHandler
 
 
-def set_listening(trainer: HasCallbackHandler, callback: TrainerCallback, listens: bool, *events: str) -> None:
+def set_own_listening(trainer: HasCallbackHandler, callback: TrainerCallback, listens: bool, *events: str) -> None:
     """Set whether a callback is called at events, except events that a user's subclass of the callback overrides.
 
     Such a subclass may call the callback's own method then, which must do nothing that the user would notice.

@@ -11,7 +11,7 @@ import pytest
 import pytorch_accel_lite.callbacks as shipped
 from pytorch_accel_lite import CallbackHandler, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import LogMetricsCallback
-from pytorch_accel_lite.extension_tools.metrics_and_callbacks import set_listening
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import set_own_listening
 from pytorch_accel_lite.run.events import EVENTS, keywords_of
 from tests import typed_callbacks
 from tests.shipped_callbacks import RUN, SHIPPED, build
@@ -274,7 +274,7 @@ def test_a_custom_callback_may_stop_listening():
 
         def on_train_step_end(self, trainer, **kwargs):
             self.losses += 1
-            set_listening(trainer, self, False, "on_train_step_end")
+            set_own_listening(trainer, self, False, "on_train_step_end")
 
     first = First()
     train(make_trainer([first]), size=6)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_range, is_overridden
 from pytorch_accel_lite.extension_tools.data_and_batches import BatchData, BatchOutput, faster_data
-from pytorch_accel_lite.extension_tools.metrics_and_callbacks import default_transform, set_listening
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import default_transform, set_own_listening
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import total_norm
 from pytorch_accel_lite.extension_tools.texts_and_pages import is_terminal, wrapped
 from pytorch_accel_lite.extensions.monitoring import GradientNorms
@@ -72,12 +72,12 @@ class AdviceCallback(TrainerCallback):
         self._rate = self._highest = _learning_rate(trainer)
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
         measures_updates = self._limit is not None or trainer.scheduler is not None
-        set_listening(trainer, self, measures_updates, "on_optimizer_step_start")
+        set_own_listening(trainer, self, measures_updates, "on_optimizer_step_start")
         self._first_losses: list[torch.Tensor] = []
         self._by_chance: list[float | torch.Tensor] = []  # the losses that a model without knowledge would have
         begins = not self._has_trained_before and not trainer.progress.update
         self._compares_losses = begins and _is_supervised(trainer)
-        set_listening(trainer, self, self._compares_losses, "on_train_step_end")
+        set_own_listening(trainer, self, self._compares_losses, "on_train_step_end")
 
     def on_train_step_end(
         self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
@@ -86,7 +86,7 @@ class AdviceCallback(TrainerCallback):
             self._first_losses.append(batch_output["loss"].detach().clone())
             self._by_chance.extend(_loss_by_chance(trainer.loss_func, batch, batch_output))
         else:
-            set_listening(trainer, self, False, "on_train_step_end")
+            set_own_listening(trainer, self, False, "on_train_step_end")
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._limit is not None:
@@ -100,7 +100,7 @@ class AdviceCallback(TrainerCallback):
         if self._updates:
             self._watches = False
             self._has_trained_before = True
-            set_listening(trainer, self, False, *_STEP_EVENTS)
+            set_own_listening(trainer, self, False, *_STEP_EVENTS)
             self._advice = [
                 *self._on_data(trainer),
                 *self._on_clipping(),

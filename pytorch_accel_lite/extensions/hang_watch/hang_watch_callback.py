@@ -7,7 +7,7 @@ from functools import partial
 
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_range
-from pytorch_accel_lite.extension_tools.metrics_and_callbacks import set_listening
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import set_own_listening
 from pytorch_accel_lite.extensions.hang_watch.run_watch import Progressed, RunWatch
 
 
@@ -50,7 +50,7 @@ class HangWatchCallback(TrainerCallback):
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._stop()
         self.steps = 0
-        set_listening(trainer, self, True, "on_update_end")
+        set_own_listening(trainer, self, True, "on_update_end")
         name = trainer.broadcast_object(uuid.uuid4().hex)  # the store may still have the keys of an earlier job
         self._watch = RunWatch(self.seconds, trainer.ranks, partial(self._progressed, trainer), name)
         self._watch.start()
@@ -65,7 +65,7 @@ class HangWatchCallback(TrainerCallback):
     on_eval_epoch_start = on_eval_step_end = on_eval_epoch_end = on_training_run_epoch_end = _count
 
     def on_update_end(self, trainer: TrainerLike, **kwargs: object) -> None:
-        set_listening(trainer, self, False, "on_update_end")  # only the first counts
+        set_own_listening(trainer, self, False, "on_update_end")  # only the first counts
         if self.end and self._watch is not None:
             self._watch.allow_ending()
 

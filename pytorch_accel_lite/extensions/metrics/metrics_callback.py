@@ -22,7 +22,7 @@ from pytorch_accel_lite.extension_tools.arguments_and_errors import (
     warn_outside,
 )
 from pytorch_accel_lite.extension_tools.data_and_batches import BatchData, BatchOutput
-from pytorch_accel_lite.extension_tools.metrics_and_callbacks import default_transform, set_listening
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import default_transform, set_own_listening
 from pytorch_accel_lite.extension_tools.plain_types import StateDict, Tree
 from pytorch_accel_lite.extension_tools.processes import Ranks
 from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
@@ -159,7 +159,7 @@ class MetricsCallback(TrainerCallback):
         if self.train_metrics is not None:
             request.metrics.record(self, {f"train_{name}": higher for name, higher in directions.items()})
         has_shares = self.train_metrics is not None and trainer.division.has_fixed_shares
-        set_listening(trainer, self, has_shares, "on_backward_end")
+        set_own_listening(trainer, self, has_shares, "on_backward_end")
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._ranks = trainer.data_ranks

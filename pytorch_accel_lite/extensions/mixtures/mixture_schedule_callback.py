@@ -11,7 +11,7 @@ from pytorch_accel_lite.data import Mixture, MixtureStream
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_choice, check_positive_int
 from pytorch_accel_lite.extension_tools.data_and_batches import is_number
-from pytorch_accel_lite.extension_tools.metrics_and_callbacks import set_listening
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import set_own_listening
 from pytorch_accel_lite.extension_tools.plain_types import StateDict
 from pytorch_accel_lite.extensions.mixtures.ignored_weights import ignores_weights
 
@@ -78,7 +78,7 @@ class MixtureScheduleCallback(TrainerCallback):
         self._mixture = mixture = data if isinstance(data, (Mixture, MixtureStream)) else None
         self._epoch, self._is_in_epoch = 0, False
         self._counted, self._recorded, self._due = 0, 0, {}
-        set_listening(trainer, self, self._changes_within_epochs, "on_update_end", "on_eval_epoch_end")
+        set_own_listening(trainer, self, self._changes_within_epochs, "on_update_end", "on_eval_epoch_end")
         if self.weights is None:
             return
         if mixture is None:

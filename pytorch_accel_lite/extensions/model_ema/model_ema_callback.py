@@ -21,7 +21,7 @@ from pytorch_accel_lite.extension_tools.arguments_and_errors import (
     checked_calls,
     warn_outside,
 )
-from pytorch_accel_lite.extension_tools.metrics_and_callbacks import ExpectedMetrics, MetricWatcher, set_listening
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import ExpectedMetrics, MetricWatcher, set_own_listening
 from pytorch_accel_lite.extension_tools.modules_and_devices import are_sharded, quantised_entries
 from pytorch_accel_lite.extension_tools.plain_types import StateDict
 from pytorch_accel_lite.extension_tools.states_and_files import LEFT_OUT, leave_out_frozen, sharded_like
@@ -123,7 +123,7 @@ class ModelEmaCallback(MetricWatcher):
             self._watched.start(trainer)
         self._is_due = False
         self._follows = self.evaluate_during_training and trainer.run.evaluates_within_epochs
-        set_listening(trainer, self, self._follows, "on_train_step_start", "on_train_step_checkpoint")
+        set_own_listening(trainer, self, self._follows, "on_train_step_start", "on_train_step_checkpoint")
         self._average.to(trainer.device)
         # By now, rank 0's weights have been broadcast to all ranks. A resumed run restores the average later, if its
         # state has one.

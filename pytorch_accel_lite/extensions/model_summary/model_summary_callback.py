@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
-from pytorch_accel_lite.extension_tools.metrics_and_callbacks import set_listening
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import set_own_listening
 from pytorch_accel_lite.extension_tools.random_numbers import preserving_generators
 from pytorch_accel_lite.extension_tools.runs_and_steps import inference
 from pytorch_accel_lite.extensions.model_summary.layer_summary import summarise
@@ -30,10 +30,10 @@ class ModelSummaryCallback(TrainerCallback):
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._is_due = not trainer.progress.update
-        set_listening(trainer, self, self._is_due, "on_train_step_start")
+        set_own_listening(trainer, self, self._is_due, "on_train_step_start")
 
     def on_train_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        set_listening(trainer, self, False, "on_train_step_start")
+        set_own_listening(trainer, self, False, "on_train_step_start")
         batch, is_due, self._is_due = trainer.run.batch, self._is_due, False
         if is_due and batch is not None:
             with preserving_generators(), inference(trainer):

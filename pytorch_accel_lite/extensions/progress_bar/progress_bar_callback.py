@@ -13,7 +13,7 @@ from pytorch_accel_lite.data import ShardedLoader
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_number, check_range
 from pytorch_accel_lite.extension_tools.data_and_batches import find_length
-from pytorch_accel_lite.extension_tools.metrics_and_callbacks import epoch_of, set_listening
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import epoch_of, set_own_listening
 from pytorch_accel_lite.extension_tools.modules_and_devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import current_rates
 from pytorch_accel_lite.extension_tools.runs_and_steps import is_stepped_after_updates
@@ -125,7 +125,7 @@ class ProgressBarCallback(TrainerCallback):
             self._updates_before = trainer.progress.update
             self._speed = _Speed()
             self._rates_used = {}
-            set_listening(trainer, self, is_stepped_after_updates(trainer), "on_optimizer_step_start")
+            set_own_listening(trainer, self, is_stepped_after_updates(trainer), "on_optimizer_step_start")
         else:
             self._leave_out(trainer)
         if not self.pbar.disable:

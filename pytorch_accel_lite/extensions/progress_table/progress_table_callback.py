@@ -23,7 +23,7 @@ from pytorch_accel_lite.extension_tools.metrics_and_callbacks import (
     MetricValue,
     epoch_of,
     improvement,
-    set_listening,
+    set_own_listening,
 )
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import current_rates
 from pytorch_accel_lite.extension_tools.runs_and_steps import is_stepped_after_updates
@@ -108,8 +108,8 @@ class ProgressTableCallback(LogMetricsCallback):
         self._row_every = self.row_every_n_updates or _default_interval(trainer)
         if self._row_every and not trainer.ranks.result_of_first(lambda: self._shows_table):
             self._row_every = None  # set on all processes, which add up their losses for a row
-        set_listening(trainer, self, self._row_every is not None, "on_update_end")
-        set_listening(trainer, self, is_stepped_after_updates(trainer), "on_optimizer_step_start")
+        set_own_listening(trainer, self, self._row_every is not None, "on_update_end")
+        set_own_listening(trainer, self, is_stepped_after_updates(trainer), "on_optimizer_step_start")
         trainer.run.end.last_calls.append(partial(self._end_table, trainer))
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -128,7 +128,7 @@ class ProgressTableCallback(LogMetricsCallback):
         if not trainer.run.is_finished:
             self._running_means = self._table.means_since_last_row(trainer)
             # An evaluation at this update belongs to the same row.
-            set_listening(trainer, self, True, "on_train_step_checkpoint")
+            set_own_listening(trainer, self, True, "on_train_step_checkpoint")
 
     def _new_metrics(self, trainer: TrainerLike) -> dict[str, MetricValue]:
         means, self._running_means = self._running_means, {}

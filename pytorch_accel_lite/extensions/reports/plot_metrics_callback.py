@@ -9,7 +9,7 @@ from typing import Any
 from pytorch_accel_lite.checkpoint import file_path, replacing
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_names, optional
-from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Interval, parse_interval, set_listening
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Interval, parse_interval, set_own_listening
 from pytorch_accel_lite.extension_tools.texts_and_pages import in_notebook
 from pytorch_accel_lite.extensions.plots import NothingToPlotError, new_figure
 from pytorch_accel_lite.extensions.reports.time_budget import TimeBudget
@@ -65,7 +65,7 @@ class PlotMetricsCallback(TrainerCallback):
         self._restart()
         if self.every is not None:
             self.every.start(trainer.run, "every")
-        set_listening(trainer, self, self.every is not None, "on_train_step_checkpoint")
+        set_own_listening(trainer, self, self.every is not None, "on_train_step_checkpoint")
 
     def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
         """Draw if ``every`` says so."""
