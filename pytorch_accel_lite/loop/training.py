@@ -22,6 +22,7 @@ from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, steps_of_
 from pytorch_accel_lite.loop.guards.modes import call_start_event, check_global_modes, restoring_mode_between_batches
 from pytorch_accel_lite.loop.guards.optimizer_checks import check_optimizers
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
+from pytorch_accel_lite.loop.guards.schedule_checks import warn_of_left_schedule
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.resuming import (
     end_resuming,
@@ -160,8 +161,11 @@ def _begin_train_epoch(trainer: TrainerLike, run: Run) -> None:
     run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
     call_start_event(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
-    if trainer.prepared_model is not None and trainer.model is not trainer.prepared_model.model:
-        check_optimizers(trainer)  # again, as a callback has replaced the model
+    if trainer.prepared_model is not None:  # a callback may have replaced the model or the optimizer
+        if trainer.model is not trainer.prepared_model.model:
+            check_optimizers(trainer)
+        if trainer.optimizer is not trainer.prepared_model.optimizer:
+            warn_of_left_schedule(trainer)
     # Noted here, as a run whose state is restored no longer knows that it is resumed.
     run.loop.must_sync_at_start = run.resumed is not None
     end_resuming(trainer, run, options)

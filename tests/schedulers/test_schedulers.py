@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
 
-from pytorch_accel_lite import TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.extending import SCHEDULE_RECREATION
 from pytorch_accel_lite.schedulers import SchedulerBase, StatefulSchedulerBase
@@ -18,7 +18,18 @@ from pytorch_accel_lite.schedulers.schedule_arguments import NAMED_SCHEDULES
 from tests.launching import some_of
 from tests.schedules import check_refused_before_training, make_optimizer, run, saved_run
 from tests.scripts.resumable import CopyStates
-from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model, make_data, make_model, weights
+from tests.small_models import (
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
+    listener,
+    make_data,
+    make_model,
+    make_trainer,
+    train,
+    weights,
+)
 
 P = TrainerPlaceholderValues
 
@@ -119,6 +130,25 @@ def test_an_optimizer_that_does_not_fit_is_explained():
 
 
 # --------------------------------------------------------------------------------- after epochs, on a metric
+
+
+@pytest.mark.parametrize("event", ["on_training_run_start", "on_train_epoch_end"])
+def test_an_optimizer_replaced_within_a_run_needs_a_schedule(event, recwarn):
+    def replace(trainer: Trainer, **_: Any) -> None:
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1, momentum=0.9)
+        if with_schedule:
+            trainer.scheduler = StepLR(trainer.optimizer, 2)
+
+    def run_of_two_epochs() -> Trainer:
+        trainer = make_trainer([listener(**{event: replace})])
+        return train(trainer, epochs=2, create_scheduler_fn=partial(StepLR, step_size=2))
+
+    with_schedule = True
+    assert run_of_two_epochs().scheduler.optimizer.defaults["momentum"] == 0.9
+    assert not list(recwarn)
+    with_schedule = False
+    with pytest.warns(UserWarning, match="but the StepLR still sets the rates of the one before. Assign trainer.sched"):
+        run_of_two_epochs()
 
 
 def test_a_scheduler_may_be_stepped_after_epochs():

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from pytorch_accel_lite.base.display.reprs import short_repr
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.optimizers.optimizer_parts import follows_metric, schedulers_in
-from pytorch_accel_lite.optimizers.optimizer_types import TrainerScheduler
+from pytorch_accel_lite.optimizers.optimizer_types import SchedulerLike, TrainerScheduler
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_optimizers
@@ -99,18 +99,35 @@ def _check_stepped(scheduler: TrainerScheduler, request: RunRequest) -> None:
 
 def check_scheduled_optimizer(trainer: TrainerLike) -> None:
     """Check that the schedulers change the rates of the trainer's optimizers, not of other optimizers."""
+    for name, scheduler in _schedulers_of_other_optimizers(trainer).items():
+        function = f"create_scheduler_fn[{name!r}]" if name else "create_scheduler_fn"
+        source = "create_scheduler" if "create_scheduler" in trainer.current_run.overridden else function
+        raise ValueError(
+            f"{source} returned a {type(scheduler).__name__} of another optimizer, so the learning rate of the "
+            "trainer's would never change. Create it from the optimizer that the function is passed, which is "
+            "trainer.optimizer."
+        )
+
+
+def warn_of_left_schedule(trainer: TrainerLike) -> None:
+    """Warn of schedulers that still belong to an optimizer which a callback has replaced."""
+    for scheduler in _schedulers_of_other_optimizers(trainer).values():
+        warn_outside(
+            f"trainer.optimizer was replaced within the run, but the {type(scheduler).__name__} still sets the rates "
+            "of the one before. Assign trainer.scheduler = ..., too, with a scheduler of the new optimizer, or None."
+        )
+
+
+def _schedulers_of_other_optimizers(trainer: TrainerLike) -> dict[str, SchedulerLike]:
+    """Return the schedulers, by optimizer name, whose parameter groups no optimizer of the trainer has."""
     optimizers = (trainer.optimizer, *other_optimizers(trainer).values())
     trained = {id(group) for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())}
+    others = {}
     for name, scheduler in schedulers_in(trainer.scheduler).items():
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
         if groups and trained.isdisjoint(map(id, groups)):
-            function = f"create_scheduler_fn[{name!r}]" if name else "create_scheduler_fn"
-            source = "create_scheduler" if "create_scheduler" in trainer.current_run.overridden else function
-            raise ValueError(
-                f"{source} returned a {type(scheduler).__name__} of another optimizer, so the learning rate of the "
-                "trainer's would never change. Create it from the optimizer that the function is passed, which is "
-                "trainer.optimizer."
-            )
+            others[name] = scheduler
+    return others
 
 
 def check_schedule_length(trainer: TrainerLike, run: Run) -> None:
