@@ -7,7 +7,6 @@ from pytorch_accel_lite.base.names.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.callbacks.default_callbacks import METRICS
-from pytorch_accel_lite.callbacks.save_training_state import JOB_QUEUES, JobQueue
 from pytorch_accel_lite.checkpoint.disk.atomic_files import FENCES
 from pytorch_accel_lite.checkpoint.disk.checksums import verify as verify_tensors
 from pytorch_accel_lite.checkpoint.disk.locks import lock_path
@@ -40,6 +39,7 @@ from pytorch_accel_lite.loop.model_setup import MODEL_CHANGES, STEP_COMPILER, St
 from pytorch_accel_lite.loop.resuming import SCHEDULE_RECREATION
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
+from pytorch_accel_lite.run.ending.signals import JOB_QUEUES, JobQueue
 from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.error_notes_seam import ERROR_NOTES, MEMORY_ADVICE
 from pytorch_accel_lite.run.events import TrainerCallback

@@ -72,6 +72,8 @@ class SaveBestModelCallback(MetricWatcher):
         trainable_only: bool = False,
     ) -> None:
         super().__init__(watch_metric, greater_is_better, reset_on_train)
+        if watch_metric == "epoch":
+            raise ValueError("watch_metric='epoch': files of models have an entry of this name. Rename the metric.")
         path = file_path("save_path", save_path, "a checkpoint")
         self.save_path = os.fspath(path) if isinstance(save_path, str) else path
         self.save_optimizer = save_optimizer

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 from pytorch_accel_lite.base.arguments.argument_checks import (
     check_positive_int,
@@ -30,6 +30,7 @@ from pytorch_accel_lite.checkpoint.models.supported_engines import check_states_
 from pytorch_accel_lite.checkpoint.states.state_store import remove_old_states, state_name
 from pytorch_accel_lite.checkpoint.stores_by_url import open_store
 from pytorch_accel_lite.run.callback_handler import set_own_listening
+from pytorch_accel_lite.run.ending.signals import JOB_QUEUES
 from pytorch_accel_lite.run.ending.stop_errors import RunInterruptedError, RunPausedError
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
@@ -40,37 +41,6 @@ from pytorch_accel_lite.run.training_state import TrainingState
 # Expected seconds for the first state, and the number of states to average for the next.
 _FIRST_PAUSE = 0.05
 _NUM_PAUSES = 5
-
-
-class JobQueue(Protocol):
-    """The queue of a cluster, for ``SaveTrainingStateCallback(requeue=True)``. Only the first process of a job uses it.
-
-    Outside such a cluster, its methods do nothing.
-    """
-
-    def check(self) -> None:
-        """Check before training that this job could return to the queue.
-
-        Raises:
-            RuntimeError: if the job could not return
-        """
-
-    def was_requeued(self) -> bool:
-        """Whether this job has returned to the queue before."""
-
-    def requeue_after(self, interruption: Exception) -> str:
-        """Return this job to the queue if its run was interrupted in a way that requires that.
-
-        Args:
-            interruption: the error that has paused the run, for example a ``RunInterruptedError``
-
-        Returns:
-            a sentence to print that says what was done; empty if nothing was done
-        """
-
-
-#: The known queues, by the name of the cluster's scheduler. An extension adds its own.
-JOB_QUEUES: dict[str, JobQueue] = {}
 
 
 class SavingPace(Interval):

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from pytorch_accel_lite.base.modules.mixed_precision import mixed_precision
+from pytorch_accel_lite.base.modules.mixed_precision import in_mixed_precision
 from pytorch_accel_lite.base.modules.sharded_weights import reshard
 from pytorch_accel_lite.base.modules.unwrapping import unwrap
 from pytorch_accel_lite.base.random_generators.generator_states import preserving_generators
@@ -95,7 +95,7 @@ def compute_batches(
 ) -> Iterator[tuple[Batch, Tree]]:
     """Yield each batch with its output from a step method, or with ``SKIPPED`` if the batch failed and is skipped."""
     listeners = trainer.callback_handler.listeners
-    compute_batch = partial(_compute, trainer, compute, is_evaluation)
+    compute_batch = partial(_compute, in_mixed_precision(trainer.accelerator, compute), is_evaluation)
     run.batch_number = 0
     batches = restoring_mode_between_batches(trainer, run, batches, "evaluation" if is_evaluation else "prediction")
     for number, batch in enumerate(batches, start=1):
@@ -114,12 +114,8 @@ def compute_batches(
     run.batch_number = None
 
 
-def _compute(trainer: TrainerLike, compute: Compute, is_evaluation: bool, batch: Batch) -> Tree:
-    if trainer.accelerator.native_amp:
-        with mixed_precision(trainer.accelerator):
-            output = compute(batch.data)
-    else:  # entering an empty context costs time
-        output = compute(batch.data)
+def _compute(compute: Compute, is_evaluation: bool, batch: Batch) -> Tree:
+    output = compute(batch.data)
     if is_evaluation:
         complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
     return output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from pytorch_accel_lite.data import ShardedLoader
 from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
 from pytorch_accel_lite.data.sources import find_length
@@ -48,17 +50,9 @@ def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batc
         epochs = None if steps is None else accumulation.epochs_for(updates, steps)
     elif steps is not None and epochs is not None:
         updates = accumulation.updates_in(epochs, steps)
+    settings = {of.name: getattr(request, of.name) for of in fields(TrainerRunConfig) if hasattr(request, of.name)}
     return TrainerRunConfig(
-        num_epochs=epochs,
-        max_num_train_steps=updates,
-        gradient_accumulation_steps=request.gradient_accumulation_steps,
-        gradient_clip_value=request.gradient_clip_value,
-        gradient_clip_norm=request.gradient_clip_norm,
-        scheduler_interval=request.scheduler_interval,
-        scheduler_metric=request.scheduler_metric,
-        eval_every_n_epochs=request.eval_every_n_epochs,
-        evaluate_every=request.evaluate_every,
-        auto_microbatch=request.auto_microbatch,
+        **settings | {"num_epochs": epochs, "max_num_train_steps": updates},
         train_per_device_batch_size=train_batch_size,
         train_dl_kwargs=data.train_loader_kwargs,
         eval_per_device_batch_size=eval_batch_size,

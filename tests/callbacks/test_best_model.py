@@ -277,6 +277,11 @@ def test_the_best_model_is_saved_in_the_current_folder(here):
     assert Path("best_model.pt").is_file()
 
 
+def test_a_metric_with_the_name_of_another_entry_is_refused():
+    with pytest.raises(ValueError, match="watch_metric='epoch': files of models have an entry of this name"):
+        SaveBestModelCallback(watch_metric="epoch")
+
+
 @pytest.mark.parametrize("callback_class", [SaveBestModelCallback, EarlyStoppingCallback])
 def test_a_watched_metric_that_was_never_recorded_is_an_error(callback_class, here):
     trainer = make_trainer([callback_class(watch_metric="eval_los_epoch")])

@@ -19,7 +19,8 @@ class GradientSpikeCallback(TrainerCallback):
     ``train_step``, each optimizer has its own, and its own row of spikes. Reads one number from the device per update.
 
     With a gradient scaler (fp16), infinite gradients are how it finds its scale: it skips these updates anyway, and
-    they do not count as spikes.
+    they do not count as spikes. A loss that is itself infinite or NaN ends a run even so, unless you leave out the
+    default ``TerminateOnNaNCallback``.
 
     Args:
         factor: a norm larger than ``factor`` times the usual norm is a spike

@@ -1,4 +1,4 @@
-"""Ending a run in order at a signal."""
+"""Ending a run in order at a signal, and the queues to which a job may then return."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Protocol
 
 from pytorch_accel_lite.base.display.shown_errors import add_note, notes_of
 from pytorch_accel_lite.run.ending.stop_errors import RunInterruptedError
@@ -57,3 +58,34 @@ def exit_after_signal(interruption: Exception) -> None:
         for note in notes_of(interruption):
             add_note(end, note)
         raise end
+
+
+class JobQueue(Protocol):
+    """The queue of a cluster, for ``SaveTrainingStateCallback(requeue=True)``. Only the first process of a job uses it.
+
+    Outside such a cluster, its methods do nothing.
+    """
+
+    def check(self) -> None:
+        """Check before training that this job could return to the queue.
+
+        Raises:
+            RuntimeError: if the job could not return
+        """
+
+    def was_requeued(self) -> bool:
+        """Whether this job has returned to the queue before."""
+
+    def requeue_after(self, interruption: Exception) -> str:
+        """Return this job to the queue if its run was interrupted in a way that requires that.
+
+        Args:
+            interruption: the error that has paused the run, for example a ``RunInterruptedError``
+
+        Returns:
+            a sentence to print that says what was done; empty if nothing was done
+        """
+
+
+#: The known queues, by the name of the cluster's scheduler. An extension adds its own.
+JOB_QUEUES: dict[str, JobQueue] = {}
