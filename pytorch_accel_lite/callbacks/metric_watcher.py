@@ -13,10 +13,11 @@ from pytorch_accel_lite.run.run import TrainerLike
 
 
 class MetricWatcher(TrainerCallback):
-    """Calls ``_handle_value()`` for each new value of a metric.
+    """Calls ``_handle_value()`` for each new value of a metric, once, also in a run that is killed and resumed:
 
-    Values of evaluations within an epoch are handled right after the update that they follow, other values at the end
-    of the epoch.
+    - a value of an evaluation within an epoch: at the checkpoint of the update that it follows; if a state was saved
+      between the two, the resumed run handles it at the start of its first step (``_is_due``)
+    - any other value: at the end of the epoch, after its evaluation
     """
 
     _is_due = False  # whether values of an evaluation within the epoch are still to be handled
@@ -54,7 +55,6 @@ class MetricWatcher(TrainerCallback):
         if self._is_due:
             self._handle_new(trainer, mid_epoch=True)
 
-    # A state may be saved before this event. The resumed run then handles the value at the start of a step.
     on_train_step_checkpoint = on_train_step_start
 
     def on_eval_epoch_end(self, trainer: TrainerLike, *, is_intermediate: bool = False, **kwargs: object) -> None:
