@@ -13,7 +13,7 @@ from pytorch_accel_lite.run.run import TrainerLike
 
 
 class MetricWatcher(TrainerCallback):
-    """Calls ``_handle_value()`` for each new value of a metric, once, also in a run that is killed and resumed:
+    """Calls ``_handle_value()`` once for each new value of a metric, also in a run that is killed and resumed.
 
     - a value of an evaluation within an epoch: at the checkpoint of the update that it follows; if a state was saved
       between the two, the resumed run handles it at the start of its first step (``_is_due``)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pytorch_accel_lite.base.arguments.constructor_calls import IS_CONSTRUCTED
 from pytorch_accel_lite.base.display.shown_errors import add_note
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_overridden
+from pytorch_accel_lite.run.callback_checks import check_call, check_constructed, check_methods, create_callback
 from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, RunPausedError, StopTrainingError
-from pytorch_accel_lite.run.events import EVENTS, TrainerCallback, keywords_of
+from pytorch_accel_lite.run.events import EVENTS, TrainerCallback
 from pytorch_accel_lite.run.late_loss_changes import AFTER_BACKWARD, AfterBackward
 
 if TYPE_CHECKING:
@@ -85,14 +85,14 @@ class CallbackHandler:
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback], *, first: bool = False) -> None:
         """Append a callback, given as an instance or as a class, or put it before the others."""
-        instance = _create(callback) if isinstance(callback, type) else callback
+        instance = create_callback(callback) if isinstance(callback, type) else callback
         if not isinstance(instance, TrainerCallback):
             raise TypeError(
                 f"callbacks: {callback!r} is not a TrainerCallback. "
                 "Pass an instance or a subclass of pytorch_accel_lite.TrainerCallback."
             )
-        _check_constructed(instance)
-        _check_methods(instance)
+        check_constructed(instance)
+        check_methods(instance)
         # One that has been removed and freed may have had the same id.
         self._muted = {(owner, event) for owner, event in self._muted if owner != id(instance)}
         self.callbacks.insert(0 if first else len(self.callbacks), instance)
@@ -247,80 +247,6 @@ def set_own_listening(trainer: HasCallbackHandler, callback: TrainerCallback, li
     trainer.callback_handler.set_listening(callback, listens, *(e for e in events if e not in overridden))
 
 
-def _create(callback: type[TrainerCallback]) -> TrainerCallback:
-    """Create a callback that was passed as a class."""
-    name = callback.__name__
-    try:
-        inspect.signature(callback).bind()
-    except ValueError:  # not written in Python
-        pass
-    except TypeError as error:
-        raise TypeError(f"callbacks: the class {name} needs arguments: {error}. Pass {name}(...).") from None
-    return callback()
-
-
-def _check_constructed(callback: TrainerCallback) -> None:
-    """Check that a user's subclass of a built-in callback has called the constructor of that callback."""
-    ours = next((c for c in type(callback).__mro__ if is_from_this_package(c) and "__init__" in vars(c)), None)
-    if ours is not None and IS_CONSTRUCTED not in vars(callback):
-        raise TypeError(
-            f"{type(callback).__name__}.__init__ does not call super().__init__(...), the constructor of "
-            f"{ours.__name__}."
-        )
-
-
-def _check_methods(callback: TrainerCallback) -> None:
-    """Check that every event method of a callback accepts the arguments it will be called with, and then runs.
-
-    Raises:
-        TypeError: if a method does not; names the class, the method and the right signature
-    """
-    for name in EVENTS:
-        default: object = getattr(TrainerCallback, name)
-        if inspect.getattr_static(callback, name) is not default:
-            _check_call(getattr(callback, name), name, ("trainer",), dict.fromkeys(keywords_of(name)))
-            _check_runs_when_called(callback, name)
-    _check_call(callback.configure_run, "configure_run", ("trainer", "request"), {})
-    _check_runs_when_called(callback, "configure_run")
-
-
-def _check_runs_when_called(callback: TrainerCallback, name: str) -> None:
-    """Check that what a callback has for an event is a method whose body runs when the method is called."""
-    method: object = getattr(callback, name)
-    where = f"{type(callback).__name__}.{name}"
-    if not callable(method):
-        raise TypeError(f"{where} is called at that event, so it must be a method, not {method!r}.")
-    if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
-        word = "yield" if inspect.isgeneratorfunction(method) else "async"
-        raise TypeError(
-            f"{where} contains {word!r}, so calling it would run none of its lines. Write an ordinary method."
-        )
-
-
-def _check_call(method: Listener, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-    """Check that the method of a callback can be called with these arguments.
-
-    Args:
-        name: name of the event
-
-    Raises:
-        TypeError: if it cannot
-    """
-    try:
-        signature = inspect.signature(method)
-    except (TypeError, ValueError):  # not written in Python
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        owner = type(getattr(method, "__self__", method)).__name__
-        positional = ("trainer", "request") if name == "configure_run" else ("trainer", "*args")[: len(args)]
-        wanted = ", ".join(["self", *positional, *kwargs, "**kwargs"])
-        raise TypeError(
-            f"{owner}.{name}{signature} does not accept the event's arguments: {error}. Write: def {name}({wanted})"
-        ) from None
-
-
 def _call_despite_errors(event: str, listeners: Iterable[Listener], *args: object, **kwargs: object) -> list[Exception]:
     """Call all listeners to an event, even if some raise, and return their errors."""
     errors = []
@@ -339,7 +265,7 @@ def _explain(
     """Note in an error which callback raised it, and check that the callback accepts the arguments of the event."""
     _note_source(error, listener, event)
     if isinstance(error, TypeError):
-        _check_call(listener, event, args, kwargs)
+        check_call(listener, event, args, kwargs)
     output = kwargs.get("batch_output")
     if isinstance(error, KeyError) and isinstance(output, dict) and error.args and error.args[0] not in output:
         add_note(error, f"batch_output has the keys {', '.join(map(repr, output))}.")
