@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from accelerate.utils import DistributedType
@@ -32,6 +33,7 @@ from pytorch_accel_lite.loop.scheduler_creation import begin_schedule
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients, forget_unscaled
 from pytorch_accel_lite.run.ending.signals import ending_at_signals, exit_after_signal
+from pytorch_accel_lite.run.ending.stop_errors import RunInterruptedError
 from pytorch_accel_lite.run.metrics.history import InMemoryRunHistory
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, TrainerLike
@@ -66,14 +68,21 @@ def fit(
         begin_history(trainer, run, reset_run_history)
         record_settings(trainer, run)
         begin_resuming(trainer, run)
-        with ending_at_signals(run.control.request) if run.request.ends_at_signals else nullcontext():
+        with ending_at_signals(partial(_interrupt, run)) if run.request.ends_at_signals else nullcontext():
             training.begin_training(trainer, run)
             if is_overridden(trainer, "_run_training"):
                 custom_loops.run_custom_loop(trainer, run)
             else:
                 training.train(trainer, run)
+    if (interruption := run.control.interruption or run.end.pause) is not None:
+        exit_after_signal(interruption)
+
+
+def _interrupt(run: Run, interruption: RunInterruptedError) -> None:
+    """Request the end of a run because of a signal, which takes the place of a pause that is being carried out."""
+    run.control.request(interruption)
     if run.end.pause is not None:
-        exit_after_signal(run.end.pause)
+        run.end.pause = interruption
 
 
 def configure(trainer: TrainerLike, run: Run) -> None:

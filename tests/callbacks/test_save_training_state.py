@@ -21,7 +21,12 @@ from safetensors.torch import load_file
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import PrintProgressCallback, SaveTrainingStateCallback, TerminateOnNaNCallback
+from pytorch_accel_lite.callbacks import (
+    PrintProgressCallback,
+    RunPausedError,
+    SaveTrainingStateCallback,
+    TerminateOnNaNCallback,
+)
 from pytorch_accel_lite.extending import JOB_QUEUES, STORES
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, shared_folder, world_size
@@ -430,6 +435,24 @@ def test_a_custom_job_queue_requeues_a_job(tmp_path, monkeypatch, capsys):
     trainer = make_trainer([interrupt, SaveTrainingStateCallback(tmp_path, requeue=True)])
     with pytest.raises(SystemExit):
         train(trainer)
+    assert [type(error).__name__ for error in queue.asked] == ["RunInterruptedError"]
+    assert "It is back in the queue.\nThe run is saved in " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("event", "update"), [("on_train_step_start", 1), ("on_train_step_end", 2), ("on_stop_training_error", 2)]
+)
+def test_a_signal_during_a_pause_requeues_the_job_too(tmp_path, monkeypatch, capsys, event, update):
+    def interrupt(trainer: Trainer, **_: Any) -> None:
+        if trainer.progress.update == update:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    queue = OwnQueue()
+    monkeypatch.setitem(JOB_QUEUES, "Own", queue)
+    callbacks = [raises_at(2, RunPausedError("my own limit")), listener(**{event: interrupt})]
+    with pytest.raises(SystemExit) as raised:
+        train(make_trainer([*callbacks, SaveTrainingStateCallback(tmp_path, requeue=True)]))
+    assert raised.value.code == 128 + signal.SIGUSR1
     assert [type(error).__name__ for error in queue.asked] == ["RunInterruptedError"]
     assert "It is back in the queue.\nThe run is saved in " in capsys.readouterr().out
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import verify_state
 from pytorch_accel_lite.run.events import EVENTS
@@ -84,6 +84,28 @@ def test_a_signal_ends_a_run_cleanly(tmp_path, number, code):
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)] == before
     assert [path.name for path in saved_states(tmp_path)] == ["update-000000008"]
     assert_same(run(tmp_path, save_every_n_steps=None), run(tmp_path / "whole", save_every_n_steps=None))
+
+
+def stop_at_a_signal(trainer: Trainer, **_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise StopTrainingError("enough")
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        {"on_training_run_end": lambda trainer, **_: os.kill(os.getpid(), signal.SIGTERM)},
+        {"on_train_step_end": stop_at_a_signal},
+        {"on_epoch_checkpoint": stop_at_a_signal},
+    ],
+    ids=["after the last step", "beside a stop", "beside a stop at the end"],
+)
+def test_a_signal_that_nothing_waits_for_ends_the_program_too(tmp_path, events):
+    trainer = make_trainer([listener(**events), SaveTrainingStateCallback(tmp_path / "states")])
+    with pytest.raises(SystemExit) as raised:
+        train(trainer)
+    assert raised.value.code == 143
+    assert len(saved_states(tmp_path)) == 1
 
 
 PROGRAM = """

@@ -16,7 +16,7 @@ _HANDLED = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT
 
 
 @contextmanager
-def ending_at_signals(request: Callable[[Exception], None]) -> Iterator[None]:
+def ending_at_signals(request: Callable[[RunInterruptedError], None]) -> Iterator[None]:
     """In a block, make SIGTERM, SIGUSR1, SIGUSR2 and SIGINT request the end of the run.
 
     Signals that the program ignores stay ignored, such as SIGINT in what a shell script has started with ``&``. If the

@@ -32,6 +32,8 @@ class StopCoordinator:
         self.ranks = ranks
         #: Whether ``sync()`` may have work to do: always on several ranks, otherwise once there is a request.
         self.must_sync = ranks.world_size > 1
+        #: The signal that has requested the end of the run on this rank, also if the run has ended otherwise.
+        self.interruption: RunInterruptedError | None = None
         self._requests: dict[str, tuple[int, Exception]] = {}
         self._calls = 0
         self._updates = 0
@@ -49,8 +51,15 @@ class StopCoordinator:
         return time.monotonic() - self._start if self.ranks.world_size == 1 else self._clock
 
     def request(self, error: Exception) -> None:
-        """Request a stop or a pause with this error; the first of each is kept. Safe in a signal handler."""
-        self._requests.setdefault("pause" if isinstance(error, RunPausedError) else "stop", (self._calls, error))
+        """Request a stop or a pause with this error; the first of each is kept. Safe in a signal handler.
+
+        A signal takes the place of another request to pause: the program ends, and its job may return to a queue.
+        """
+        kind = "pause" if isinstance(error, RunPausedError) else "stop"
+        if isinstance(error, RunInterruptedError) and self.interruption is None:
+            self.interruption = error
+            self._requests.pop(kind, None)
+        self._requests.setdefault(kind, (self._calls, error))
         self.must_sync = True
 
     def realign(self) -> None:
@@ -94,7 +103,8 @@ class StopCoordinator:
         request = self._requests.pop(what, None)  # a later run or evaluation must not see the request
         own = None if request is None else _Requested.describe(*request, self.ranks.rank)
         by_rank = self.ranks.all_gather_object(own)
-        first = min((other for other in by_rank if other is not None), key=lambda other: (other.calls, other.rank))
+        requests = [other for other in by_rank if other is not None]
+        first = min(requests, key=lambda other: (other.kind is not RunInterruptedError, other.calls, other.rank))
         if request is not None and first.rank == self.ranks.rank:
             raise request[1]
         raise first.recreate()
