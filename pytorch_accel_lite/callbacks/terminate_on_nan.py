@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from pytorch_accel_lite.base.machine.devices import AsyncCopy, is_asynchronous, to_float
+from pytorch_accel_lite.base.modules.sharded_weights import local_shard
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 from pytorch_accel_lite.data.step_outputs import mean_that_counts
 from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError
@@ -16,7 +17,19 @@ from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_parts.accumulation import Count
 
-_StepLosses = tuple[int, dict[str, torch.Tensor]]  # the number of a step and its losses
+
+class _StepLosses(NamedTuple):
+    """The losses of a step.
+
+    Args:
+        step: the number of the step
+        losses: the losses by name, with 0 for a mean over no items
+        raw: the loss as the step has returned it
+    """
+
+    step: int
+    losses: dict[str, torch.Tensor]
+    raw: torch.Tensor
 
 
 class TerminateOnNaNCallback(TrainerCallback):
@@ -36,6 +49,7 @@ class TerminateOnNaNCallback(TrainerCallback):
     def __init__(self) -> None:
         self.triggered = False
         self._run: Run | None = None
+        self._has_seen_empty = False  # whether a mean over no items was NaN in this run, and was looked at
         self._clear()
 
     def _clear(self) -> None:
@@ -44,7 +58,7 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._copy: AsyncCopy | None = None  # the copy of the sum of the losses in self._copied
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        self.triggered = False
+        self.triggered = self._has_seen_empty = False
         self._run = trainer.run
         self._clear()
 
@@ -61,9 +75,12 @@ class TerminateOnNaNCallback(TrainerCallback):
             of_parts = run.loss_trackers.num_items
             losses = {name: mean_that_counts(loss, of_parts.get(name, items)) for name, loss in losses.items()}
         step = trainer.progress.step - 1
-        found = step, {name: loss.detach() for name, loss in losses.items()}
+        of_step = {name: loss.detach() for name, loss in losses.items()}
+        raw = batch_output["loss"].detach() if "num_items_in_batch" in batch_output else of_step["loss"]
+        found = _StepLosses(step, of_step, raw)
         if isinstance(latest, float):
-            self._search(trainer, [found])  # a mean over no items is not kept
+            self._search(trainer, [found])
+            self._check_empty(trainer, step)
             return
         self._recent.append(found)
         if step % self.LOOK_EVERY == 0:
@@ -81,7 +98,7 @@ class TerminateOnNaNCallback(TrainerCallback):
                 self._search(trainer, self._copied)
         # Copy the sum of the latest losses: a single non-finite loss makes the sum non-finite.
         self._copied, self._recent = self._recent, []
-        self._copy = AsyncCopy(torch.stack([losses["loss"] for _, losses in self._copied]).float().sum())
+        self._copy = AsyncCopy(torch.stack([found.losses["loss"] for found in self._copied]).float().sum())
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._search(trainer, [*self._copied, *self._recent])
@@ -102,14 +119,35 @@ class TerminateOnNaNCallback(TrainerCallback):
             epoch, step = trainer.progress.epoch, trainer.progress.step
             self._terminate(f"The {phase} loss of epoch {epoch} is not finite after step {step}", losses)
 
-    def _search(self, trainer: TrainerLike, steps: Collection[_StepLosses]) -> None:
-        if not steps:
+    def _search(self, trainer: TrainerLike, steps: Sequence[_StepLosses]) -> None:
+        """End the run if a loss is not finite. A mean over no items is named if the losses are so after it."""
+        if not steps or torch.stack([found.losses["loss"] for found in steps]).isfinite().all():
             return
-        finite = torch.stack([losses["loss"] for _, losses in steps]).isfinite().tolist()
-        for is_finite, (step, losses) in zip(finite, steps, strict=True):
-            if not is_finite:
-                epoch = trainer.progress.epoch
-                self._terminate(f"The training loss is not finite in epoch {epoch}, step {step}", losses)
+        first = torch.stack([found.raw.reshape(()) for found in steps]).isfinite().tolist().index(False)
+        step, losses, _ = steps[first]
+        if losses["loss"].isfinite():
+            self._terminate_after_empty(trainer, step)
+        self._terminate(f"The training loss is not finite in epoch {trainer.progress.epoch}, step {step}", losses)
+
+    def _check_empty(self, trainer: TrainerLike, step: int) -> None:
+        """End the run if a mean over no items, which is NaN, has reached a gradient or a weight.
+
+        That depends on the function that computes the loss, so it is looked at once in a run.
+        """
+        if self._has_seen_empty:
+            return
+        self._has_seen_empty = True
+        parameters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+        shards = [local_shard(t.detach()) for p in parameters for t in (p, p.grad) if t is not None]
+        if not all(shard.isfinite().all() for shard in shards if shard.is_floating_point()):
+            self._terminate_after_empty(trainer, step)
+
+    def _terminate_after_empty(self, trainer: TrainerLike, step: int) -> NoReturn:
+        self.triggered = True
+        raise NonFiniteLossError(
+            f"The training loss in epoch {trainer.progress.epoch}, step {step} is a mean over no items. It is NaN, and "
+            "so are its gradients. Divide by max(items, 1), or return 0 * outputs.sum() as the loss of such a batch."
+        )
 
     def _terminate(self, problem: str, losses: Mapping[str, float | torch.Tensor]) -> NoReturn:
         self.triggered = True

@@ -90,6 +90,24 @@ def test_a_batch_of_which_nothing_counts_ends_no_run(as_count, accumulation):
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
 
 
+@pytest.mark.parametrize("empty", [0, 1, 2])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_mean_over_no_items_that_spoils_the_weights_is_named(empty, accumulation):
+    class Masked(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            x, mask = batch
+            loss = (self.model(x) ** 2 * mask).sum() / mask.sum()
+            return {"loss": loss, "num_items_in_batch": mask.sum()}
+
+    mask = torch.ones(6, 1)
+    mask[2 * empty : 2 * empty + 2] = 0
+    trainer = make_trainer([TerminateOnNaNCallback], trainer_class=Masked)
+    data = TensorDataset(make_data(6).tensors[0], mask)
+    with pytest.raises(NonFiniteLossError, match=rf"epoch 1, step {empty} is a mean over no items.*max\(items, 1\)"):
+        train(trainer, train_dataset=data, gradient_accumulation_steps=accumulation)
+    assert trainer.progress.step == empty + 1
+
+
 def test_batches_of_which_nothing_counts_are_not_kept():
     data = make_data(40)
     data.tensors[1][2:] = -1
