@@ -60,7 +60,7 @@ class GradientSpikeCallback(TrainerCallback):
         count, average = self._counts.get(name, 0), self._averages.get(name, 0.0)
         usual = average / (1 - self.decay**count) if count else 0.0  # bias-corrected as in Adam
         # An optimizer may make its first update after the warm-up.
-        is_warm = trainer.progress.update >= self.warm_up_updates and count > 0
+        is_warm = trainer.progress.update >= self.warm_up_updates and usual > 0
         if math.isfinite(norm) and not (is_warm and norm > self.factor * usual):
             self._in_a_row[name] = 0
             self._counts[name] = count + 1

@@ -68,6 +68,18 @@ def test_the_schedule_waits_for_an_update_that_is_skipped():
     assert trainer.optimizer.param_groups[0]["lr"] == 0.01 * 0.5**9
 
 
+def test_gradients_after_a_warm_up_with_none_are_no_spikes():
+    class SilentAtFirst(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            output = super().calculate_train_batch_loss(batch)
+            return output | {"loss": output["loss"] * (self.progress.update >= 4)}
+
+    guard = GradientSpikeCallback(warm_up_updates=2)
+    trainer = train(make_trainer([guard], trainer_class=SilentAtFirst), size=16)
+    assert guard.skipped == []
+    assert trainer.progress.update == 8
+
+
 def test_consecutive_spikes_end_the_run():
     data = float64_data(50)
     data.tensors[1][15:] = 1e3
