@@ -424,13 +424,9 @@ def _restore_losses(trainer: TrainerLike, state: TrainingState) -> None:
     """Restore the running losses of this rank, or on rank 0 the sums of all ranks, and those of fixed shares."""
     run = trainer.current_run
     if (own := _own_state(trainer, state)) is not None:
-        losses = send_to_device(own["losses"], trainer.device)
-    else:
-        sums = state.shared["losses"] if trainer.data_ranks.rank == 0 else {}
-        losses = {
-            name: {"total_loss": total, "running_count": count, "loss_value": total / count if count else 0.0}
-            for name, (total, count) in sums.items()
-        }
-    for name, loss in losses.items():
-        run.loss_trackers.of(name).load_state_dict(loss)
+        for name, loss in send_to_device(own["losses"], trainer.device).items():
+            run.loss_trackers.of(name).load_state_dict(loss)
+    elif trainer.data_ranks.rank == 0:
+        for name, (total, count) in state.shared["losses"].items():
+            run.loss_trackers.of(name).load_sum(total, count)
     trainer.division.restore(state, run.loss_trackers, run.step_metrics)

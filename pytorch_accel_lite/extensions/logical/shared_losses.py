@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from pytorch_accel_lite.extending import BatchOutput, LossTracker, LossTrackers, Shares
+from pytorch_accel_lite.extending import BatchOutput, LossTrackers, Shares
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import Count
 
 
@@ -58,7 +58,7 @@ class SharedLossTrackers(LossTrackers):
         for number, by_name in zip(range(first, len(self.by_number)), sums, strict=False):
             trackers = self.by_number[number] = LossTrackers()
             for name, (total, count) in by_name.items():
-                load_sum(trackers.of(name), total, count)
+                trackers.of(name).load_sum(total, count)
 
     def postpone(self, load: Callable[[], object]) -> None:
         """Load sums of logical processes of other ranks only when those are needed, in ``catch_up()``.
@@ -76,16 +76,5 @@ class SharedLossTrackers(LossTrackers):
 
     def add_up_local(self) -> None:
         """Recompute the losses of this process from its logical processes, which have changed."""
-        summed: dict[str, tuple[float, float]] = {}
-        for sums in self.local_sums():
-            for name, (total, count) in sums.items():
-                before = summed.get(name, (0.0, 0.0))
-                summed[name] = before[0] + total, before[1] + count
-        for name, (total, count) in summed.items():
-            load_sum(self.of(name), total, count)
-
-
-def load_sum(tracker: LossTracker, total: float, count: float) -> None:
-    """Set the sums of a running mean."""
-    value = total / count if count else 0.0
-    tracker.load_state_dict({"total_loss": total, "running_count": count, "loss_value": value})
+        for name, (total, count) in self.add_up(self.local_sums()).items():
+            self.of(name).load_sum(total, count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -82,6 +83,10 @@ class LossTracker:
         for name in ("loss_value", "total_loss", "running_count"):
             value = state[name]
             setattr(self, name, value.clone() if isinstance(value, torch.Tensor) else value)
+
+    def load_sum(self, total: float, count: float) -> None:
+        """Load a weighted sum, and the sum of its weights."""
+        self.loss_value, self.total_loss, self.running_count = total / count if count else 0.0, total, count
 
     def __repr__(self) -> str:
         average = {} if isinstance(self.total_loss, torch.Tensor) else {"average": self.average}  # no device read
@@ -183,14 +188,19 @@ class LossTrackers(dict[str, LossTracker]):
         """Return the sums of the losses and of their weights on this rank, by name. Reads from the device."""
         return [{key: (float(t.total_loss), float(t.running_count)) for key, t in self.items()}]
 
+    @staticmethod
+    def add_up(sums: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+        """Add up sums of losses and of their weights, by name."""
+        total: dict[str, tuple[float, float]] = {}
+        for part in sums:
+            for name, (loss, weight) in part.items():
+                before = total.get(name, (0.0, 0.0))
+                total[name] = before[0] + loss, before[1] + weight
+        return total
+
     def summed(self, ranks: Ranks) -> dict[str, tuple[float, float]]:
         """Return the sums of the losses and of their weights over all ranks, by name. Reads from the device."""
-        summed: dict[str, tuple[float, float]] = {}
-        for sums in chain.from_iterable(ranks.repeatable(lambda: ranks.all_gather_object(self.local_sums()))):
-            for key, (total, count) in sums.items():
-                before = summed.get(key, (0.0, 0.0))
-                summed[key] = before[0] + total, before[1] + count
-        return summed
+        return self.add_up(chain.from_iterable(ranks.repeatable(lambda: ranks.all_gather_object(self.local_sums()))))
 
     def means(self, ranks: Ranks, name: str) -> dict[str, float]:
         """Return the means over all ranks, by metric name.
