@@ -1061,6 +1061,8 @@ class Trainer:
 
     def print(self, *args: object, **kwargs: Any) -> None:
         """Print once on every machine. What the encoding of the output lacks is escaped, and ends no run."""
+        if not self.accelerator.is_local_main_process:
+            return  # without converting tensors, which would wait for the device
         separator = kwargs.pop("sep", None)
         # One text is written whole, or not at all.
         text = (" " if separator is None else separator).join(map(str, args))

@@ -24,8 +24,9 @@ def find_state(trainer: TrainerLike, sources: list[StateSource], resume_from: St
     Args:
         sources: where to look for ``"latest"``, see ``RunRequest.state_sources``
     """
+    # A Path may be that of a folder, or of a link, with this name.
+    is_latest = resume_from == "latest" or (os.fspath(resume_from) == "latest" and not os.path.exists("latest"))
     resume_from = os.fspath(resume_from)
-    is_latest = resume_from == "latest"
     if not is_latest and resume_from.lower() in _LIKE_LATEST and not os.path.exists(resume_from):
         raise FileNotFoundError(f"There is no training state at {resume_from!r}. Did you mean resume_from='latest'?")
     if not is_latest:

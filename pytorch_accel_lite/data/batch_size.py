@@ -42,10 +42,13 @@ def infer_batch_size(batch: BatchData, expected: int | None = None) -> int:
 
 
 def _length_of_lists(batch: BatchData) -> int | None:
-    """Return the length of the lists in a batch if all have an element for each sample, as for detectors."""
+    """Return the length of the lists in a batch if all have an element for each sample, as for detectors.
+
+    If all are lists of dicts, each of these may be a view of the whole batch.
+    """
     lists = batch if isinstance(batch, (list, tuple)) else ()
     lengths = [len(part) for part in lists if are_dicts_of_samples(part)]
-    return lengths[0] if lengths and all(is_as_long(part, lengths[0]) for part in lists) else None
+    return lengths[0] if 0 < len(lengths) < len(lists) and all(is_as_long(part, lengths[0]) for part in lists) else None
 
 
 def _reported_size(batch: BatchData, expected: int | None) -> int | None:

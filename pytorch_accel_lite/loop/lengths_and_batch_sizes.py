@@ -17,6 +17,7 @@ def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRun
     request = run.request
     if "_create_run_config" not in run.overridden:
         return resolve_run_config(trainer, run, request, batch_size)
+    usual = resolve_run_config(trainer, run, request, batch_size)
     config = trainer._create_run_config(
         per_device_batch_size=batch_size,
         num_epochs=request.num_epochs,
@@ -27,7 +28,7 @@ def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRun
     # What the method has changed is requested of the run: its settings are read in both places.
     request.gradient_accumulation_steps = config.gradient_accumulation_steps
     request.gradient_clip_value = config.gradient_clip_value
-    if config.max_num_train_steps != request.max_num_train_steps:
+    if config.max_num_train_steps != usual.max_num_train_steps:
         request.num_epochs, request.max_num_train_steps = config.num_epochs, None
         if config.max_num_train_steps != resolve_run_config(trainer, run, request, batch_size).max_num_train_steps:
             request.max_num_train_steps = config.max_num_train_steps  # not what follows from the number of epochs

@@ -217,13 +217,14 @@ def test_resuming_from_a_checkpoint_is_explained(tmp_path):
     assert "trainer.load_checkpoint(path)" in text
 
 
-def test_a_directory_may_have_any_name(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["last", Path("latest")])
+def test_a_directory_may_have_any_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = make_trainer()
     train(trainer)
-    trainer.save_training_state("last")
+    trainer.save_training_state(name)
     resumed = make_trainer()
-    train(resumed, epochs=2, resume_from="last")
+    train(resumed, epochs=2, resume_from=name)
     assert resumed.progress.update == 6
 
 

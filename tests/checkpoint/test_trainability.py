@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.extension_tools.modules_and_devices import keep_in_eval, release_from_eval
 from tests.launching import only_with_soak, two_are_enough
 from tests.ranks import every_state, run_and_resume, shared_folder
-from tests.small_models import float64_data, same_bits
+from tests.small_models import float64_data, listener, same_bits
 
 DATA = float64_data(24)
 
@@ -118,6 +119,30 @@ def whole_and_resumed(kind: type[Trainer] = EverySecondUpdate) -> list[dict[str,
 )
 def test_gradients_left_for_a_later_update_are_resumed(kind):
     assert same_bits(*whole_and_resumed(kind))
+
+
+def state_with_gradients(folder: Path) -> Path:
+    train_every_second(EverySecondUpdate, folder)
+    return folder / "update-000000001"
+
+
+def test_gradients_left_are_resumed_in_another_type(tmp_path):
+    model = layered(9).half()
+    trainer = EverySecondUpdate(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.05), [])
+    data = TensorDataset(*(tensor.half() for tensor in DATA.tensors))
+    trainer.train(data, 1, per_device_batch_size=4, resume_from=state_with_gradients(tmp_path))
+    assert trainer.progress.epochs_completed == 1
+
+
+def test_gradients_left_do_not_train_what_the_program_freezes(tmp_path):
+    model = layered(9)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    seen: list[torch.Tensor] = []
+    notes = listener(on_train_step_start=lambda trainer, **_: seen.append(model[0].weight.clone()))
+    trainer = EverySecondUpdate(model, nn.MSELoss(), optimizer, [notes])
+    trainer.train(DATA, 1, per_device_batch_size=4, resume_from=state_with_gradients(tmp_path))
+    assert torch.equal(seen[0], model[0].weight)
 
 
 @two_are_enough

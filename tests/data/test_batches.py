@@ -412,14 +412,17 @@ def test_images_with_boxes_from_a_stream_are_counted(together):
 
 
 @pytest.mark.extension("streams")
-def test_two_views_in_a_stream_are_not_two_samples():
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_two_views_in_a_stream_are_not_two_samples(is_nested):
     class Views(IterableDataset):
         def __iter__(self):
-            return (({"x": torch.zeros(3)}, {"x": torch.ones(3)}) for _ in range(5))
+            views = {"x": torch.zeros(3)}, {"x": torch.ones(3)}
+            return ((views,) if is_nested else views for _ in range(5))
 
     class Contrasting(Trainer):
         def calculate_train_batch_loss(self, batch):
-            return {"loss": self.model(batch[0]["x"] - batch[1]["x"]).mean()}
+            first, second = batch[0] if is_nested else batch
+            return {"loss": self.model(first["x"] - second["x"]).mean()}
 
     trainer = make_trainer(model=nn.Linear(3, 1), trainer_class=Contrasting, loss_func=None)
     trainer.train(Views(), 1, per_device_batch_size=4)

@@ -374,6 +374,25 @@ def test_several_savers_can_write_in_the_background_at_once(ranks):
         assert found == [[ranks.world_size] * states] * 2
 
 
+class CountsConversions:
+    count = 0
+
+    def __str__(self) -> str:
+        self.count += 1
+        return "text"
+
+
+def conversions_to_print() -> int:
+    value = CountsConversions()
+    adamw_trainer(float64_model()).print(value)
+    return value.count
+
+
+@two_are_enough
+def test_only_the_process_that_prints_converts_to_text(ranks):
+    assert ranks(conversions_to_print) == [1] + [0] * (ranks.world_size - 1)
+
+
 def test_training_in_a_notebook_on_two_processes(tmp_path):
     run_script("tests/scripts/notebook.py", str(tmp_path))
     results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]

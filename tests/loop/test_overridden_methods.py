@@ -103,6 +103,15 @@ def test_what_an_overridden_run_config_changes_is_obeyed(by, changed):
     assert same_bits(norms, usual_norms)
 
 
+@pytest.mark.parametrize("num_epochs", [1, 3])
+def test_epochs_that_alone_are_replaced_in_a_config_are_trained(num_epochs):
+    class Own(Trainer):
+        def _create_run_config(self, **settings):
+            return dataclasses.replace(super()._create_run_config(**settings), num_epochs=num_epochs)
+
+    assert train(make_trainer(trainer_class=Own), epochs=2).progress.epochs_completed == num_epochs
+
+
 @pytest.mark.parametrize("phase", ["train", "eval"])
 def test_an_overridden_dataloader_is_used(phase):
     def create(trainer, batch_size, kwargs=None):

@@ -5,7 +5,7 @@ A run may change these, for example by unfreezing. A resumed run restores the ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
@@ -104,11 +104,16 @@ def capture_gradients(trainer: TrainerLike) -> StateDict:
     return {name: grad for name, grad in left.items() if is_sharded_tensor(grad) or grad.norm() != 0}
 
 
-def restore_gradients(trainer: TrainerLike, saved: StateDict) -> None:
-    """Restore the gradients that ``capture_gradients`` has returned."""
+def restore_gradients(trainer: TrainerLike, saved: StateDict, frozen: Collection[str]) -> None:
+    """Restore the gradients that ``capture_gradients`` has returned, of parameters that are trained as they were.
+
+    Args:
+        frozen: the parameters that the saved run had frozen. An optimizer would update others by a gradient.
+    """
     for name, parameter in _parameters(trainer):
-        if name in saved:
-            parameter.grad = sharded_like(parameter, saved[name]).to(parameter.device, copy=True)
+        if name in saved and (parameter.requires_grad or name in frozen):
+            gradient = sharded_like(parameter, saved[name])
+            parameter.grad = gradient.to(parameter.device, parameter.dtype, copy=True)
 
 
 def _say_what_differs(trainer: TrainerLike, saved: StateDict, now: Mapping[str, bool]) -> None:

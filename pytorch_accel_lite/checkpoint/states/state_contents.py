@@ -378,15 +378,16 @@ def restore_after_start(trainer: TrainerLike, state: TrainingState) -> None:
     losses, unless the number of shares is fixed.
     """
     _check_optimizer_classes(trainer, state)  # including attributes that the starting events have created
-    add_missing_groups(trainer, state.shared.get("trainability", {}))
+    trainability = state.shared.get("trainability", {})
+    add_missing_groups(trainer, trainability)
     for name in state.postponed:
         load_state(name, trainer.optimizer, state.shared[name], state.directory)
     load_trained_object_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
     load_each("registered object", all_registered_objects(trainer), state.shared["objects"])
     load_each("callback", callbacks_with("load_state_dict", trainer.callback_handler), state.shared["callbacks"])
     _restore_user_attributes(trainer, state, is_final=True)
-    restore_trainability(trainer, state.shared.get("trainability", {}))
-    restore_gradients(trainer, state.shared.get("gradients", {}))
+    restore_trainability(trainer, trainability)
+    restore_gradients(trainer, state.shared.get("gradients", {}), trainability.get("frozen", ()))
     _restore_generators(trainer, state)
     _restore_position(trainer, state)
     _restore_losses(trainer, state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -79,7 +79,10 @@ class ProfilerCallback(TrainerCallback):
             self._profiler = None
 
 
+_schedule = cache(torch.profiler.schedule)  # which warns if there is no warmup
+
+
 def _action(step: int, **schedule: int) -> torch.profiler.ProfilerAction:
     """Return what a schedule of torch does in a step. Unlike this function, the schedule cannot be pickled."""
-    action: torch.profiler.ProfilerAction = torch.profiler.schedule(**schedule)(step)
+    action: torch.profiler.ProfilerAction = _schedule(**schedule)(step)
     return action

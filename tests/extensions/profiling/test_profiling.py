@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -189,6 +190,13 @@ def test_traces_within_one_update_have_names_of_their_own(tmp_path):
     profiler = ProfilerCallback(tmp_path, wait=0, warmup=0, active=1, repeat=4)
     train(make_trainer([profiler]), size=8, gradient_accumulation_steps=4)
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_the_warning_of_a_profile_without_warmup_comes_once(tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(make_trainer([ProfilerCallback(tmp_path, wait=1, warmup=0, active=1, repeat=1)]), size=8)
+    assert len([warning for warning in caught if "warmup" in str(warning.message)]) <= 1
 
 
 @pytest.mark.parametrize("arguments", [{"active": 0}, {"wait": -1}, {"repeat": 0}])
