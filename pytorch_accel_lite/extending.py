@@ -46,6 +46,7 @@ from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.metrics.history import HISTORY_TABLE, PLOTS
 from pytorch_accel_lite.run.metrics.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.metrics.watched_metric import WatchedMetric
+from pytorch_accel_lite.run.read_state import TrainingState
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import (
     SHARDING,
@@ -62,7 +63,6 @@ from pytorch_accel_lite.run.run_parts.accumulation import GradientWindow
 from pytorch_accel_lite.run.run_parts.latest_records import LoadedWeights
 from pytorch_accel_lite.run.run_parts.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
 from pytorch_accel_lite.run.step_division import DIVISIONS, Division, create_division
-from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.steps.plain_step import PlainStep, backward
 from pytorch_accel_lite.steps.step_choice import (
     CLOSURE,

@@ -39,6 +39,7 @@ from pytorch_accel_lite.checkpoint import loading, saving
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batch_adapter import BatchAdapter
+from pytorch_accel_lite.data.checked_outputs import total_loss
 from pytorch_accel_lite.data.dataloader_creation import (
     DEFAULT_BATCH_SIZE,
     LoaderKwargs,
@@ -47,7 +48,6 @@ from pytorch_accel_lite.data.dataloader_creation import (
 )
 from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, Source, dataset_of
-from pytorch_accel_lite.data.step_outputs import total_loss
 from pytorch_accel_lite.distributed import Ranks, launched_processes, shutdown
 from pytorch_accel_lite.distributed.accelerator import create_accelerator, default_accelerator, find_unused_in_ddp
 from pytorch_accel_lite.distributed.ranks import find_ranks

@@ -34,9 +34,9 @@ from pytorch_accel_lite.run.ending.signals import JOB_QUEUES
 from pytorch_accel_lite.run.ending.stop_errors import RunInterruptedError, RunPausedError
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
+from pytorch_accel_lite.run.read_state import TrainingState
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.training_state import TrainingState
 
 # Expected seconds for the first state, and the number of states to average for the next.
 _FIRST_PAUSE = 0.05

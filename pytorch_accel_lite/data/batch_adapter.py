@@ -14,9 +14,9 @@ from pytorch_accel_lite.base.modules.unwrapping import without_adapters
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.batch_size import infer_batch_size, size_of_filler
 from pytorch_accel_lite.data.batches import Batch
+from pytorch_accel_lite.data.checked_outputs import mean_that_counts
 from pytorch_accel_lite.data.loss_functions import LossFunction, is_of_torch, shapes_are_known
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput
-from pytorch_accel_lite.data.step_outputs import mean_that_counts
 
 #: The default ``ignore_index`` of torch's cross entropy.
 IGNORED_LABEL = -100

@@ -16,6 +16,7 @@ from pytorch_accel_lite.data.batch_adapter import IGNORED_LABEL, TARGET_KEYS, fi
 from pytorch_accel_lite.data.batch_size import infer_batch_size, is_as_long, is_packed
 from pytorch_accel_lite.data.batch_slices import WHAT_CAN_BE_SPLIT, is_list_of_samples, select_samples
 from pytorch_accel_lite.data.batches import Batch
+from pytorch_accel_lite.data.checked_outputs import check_items, complete_output, mean_that_counts
 from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.dataloader_creation import DEFAULT_BATCH_SIZE, LoaderKwargs
 from pytorch_accel_lite.data.device_placement import to_device
@@ -41,7 +42,6 @@ from pytorch_accel_lite.data.sources import (
     dataset_of,
     find_length,
 )
-from pytorch_accel_lite.data.step_outputs import check_items, complete_output, mean_that_counts
 from pytorch_accel_lite.data.steps_from_position import (
     count_global_batches,
     early_end_error,

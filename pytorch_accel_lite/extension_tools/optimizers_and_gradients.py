@@ -19,7 +19,7 @@ from pytorch_accel_lite.optimizers.optimizer_parts import (
 )
 from pytorch_accel_lite.optimizers.optimizer_steps import needs_closure
 from pytorch_accel_lite.optimizers.optimizer_types import CreateScheduler, TrainerOptimizer
-from pytorch_accel_lite.optimizers.param_group_options import (
+from pytorch_accel_lite.optimizers.scheduled_options import (
     Options,
     ParamGroup,
     Rate,

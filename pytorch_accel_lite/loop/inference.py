@@ -18,8 +18,8 @@ from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data.checked_outputs import complete_output
 from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.data.step_outputs import complete_output
 from pytorch_accel_lite.loop.guards.modes import restoring_mode_between_batches
 from pytorch_accel_lite.loop.lengths_and_batch_sizes import create_config
 from pytorch_accel_lite.loop.lifecycle import entering

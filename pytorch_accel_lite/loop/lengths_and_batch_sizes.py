@@ -15,9 +15,9 @@ from pytorch_accel_lite.run.run_parts.accumulation import Accumulation
 def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRunConfig:
     """Return the settings of a run; from ``_create_run_config`` if it is overridden, as in pytorch-accelerated."""
     request = run.request
-    if "_create_run_config" not in run.overridden:
-        return resolve_run_config(trainer, run, request, batch_size)
     usual = resolve_run_config(trainer, run, request, batch_size)
+    if "_create_run_config" not in run.overridden:
+        return usual
     config = trainer._create_run_config(
         per_device_batch_size=batch_size,
         num_epochs=request.num_epochs,

@@ -18,7 +18,7 @@ from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.loop.gather_for_metrics import gathering_uneven_batches
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_call
 from pytorch_accel_lite.loop.model_setup import check_model_has_values, release_model
-from pytorch_accel_lite.optimizers.param_group_options import note_initial_options, note_options
+from pytorch_accel_lite.optimizers.scheduled_options import note_initial_options, note_options
 from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.run.error_notes_seam import add_error_notes
 from pytorch_accel_lite.run.run import SHARDING, Run, Sharding, TrainerLike

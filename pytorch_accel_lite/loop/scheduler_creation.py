@@ -8,7 +8,7 @@ from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length
 from pytorch_accel_lite.optimizers.combined_optimizers import create_schedulers
 from pytorch_accel_lite.optimizers.optimizer_parts import parts_of_optimizer
 from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerScheduler
-from pytorch_accel_lite.optimizers.param_group_options import (
+from pytorch_accel_lite.optimizers.scheduled_options import (
     Options,
     initial_options,
     names_of_initial,

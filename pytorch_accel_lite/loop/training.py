@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from pytorch_accel_lite.base.modules.mixed_precision import mixed_precision
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.data import Batch, ShardedLoader
+from pytorch_accel_lite.data.checked_outputs import total_loss
 from pytorch_accel_lite.data.sources import BatchOutput
-from pytorch_accel_lite.data.step_outputs import total_loss
 from pytorch_accel_lite.distributed.gradient_sync import no_sync_within_window, sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import EvaluationKind, begin_evaluations, evaluate_all, evaluate_if_due
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm

@@ -18,7 +18,7 @@ from pytorch_accel_lite.optimizers.optimizer_parts import (
 )
 from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients, set_mode, take_step
 from pytorch_accel_lite.optimizers.optimizer_types import CreateScheduler, SchedulerLike, TrainerOptimizer
-from pytorch_accel_lite.optimizers.param_group_options import ParamGroup
+from pytorch_accel_lite.optimizers.scheduled_options import ParamGroup
 
 
 class CombinedOptimizer(NamedParts[Optimizer], Optimizer):

@@ -11,7 +11,7 @@ from pytorch_accel_lite.base.display.reprs import call_repr
 from pytorch_accel_lite.base.values.plain_values import to_number
 from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
 from pytorch_accel_lite.run.metrics.metric_checks import ExpectedMetrics
-from pytorch_accel_lite.run.training_state import TrainingState
+from pytorch_accel_lite.run.read_state import TrainingState
 
 
 class StateSource(Protocol):

@@ -32,7 +32,7 @@ from pytorch_accel_lite.data.named_datasets import NamedDatasets
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, find_length
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerOptimizer, TrainerScheduler
-from pytorch_accel_lite.optimizers.param_group_options import Options
+from pytorch_accel_lite.optimizers.scheduled_options import Options
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.ending.run_end import RunEnd
 from pytorch_accel_lite.run.ending.stop_coordinator import StopCoordinator
@@ -40,6 +40,7 @@ from pytorch_accel_lite.run.events import Phase
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory, counts_before_growth
 from pytorch_accel_lite.run.metrics.losses import LossTrackers
+from pytorch_accel_lite.run.read_state import TrainingState
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run_parts.accumulation import Accumulation, Count, GradientWindow
 from pytorch_accel_lite.run.run_parts.goodput import Goodput
@@ -50,7 +51,6 @@ from pytorch_accel_lite.run.run_parts.run_data import RunData
 from pytorch_accel_lite.run.run_parts.skipped_batches import SkippedBatches
 from pytorch_accel_lite.run.step_division import Division
 from pytorch_accel_lite.run.trainer_parts.prepared_model import PreparedModel
-from pytorch_accel_lite.run.training_state import TrainingState
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.sources import BatchOutput
-from pytorch_accel_lite.optimizers.param_group_options import Options
+from pytorch_accel_lite.optimizers.scheduled_options import Options
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
 

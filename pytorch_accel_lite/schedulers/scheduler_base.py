@@ -9,7 +9,7 @@ import torch
 
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.values.plain_values import to_number
-from pytorch_accel_lite.optimizers.param_group_options import set_option
+from pytorch_accel_lite.optimizers.scheduled_options import set_option
 
 
 class SchedulerBase(ABC):

@@ -9,8 +9,8 @@ from torch import nn
 
 from pytorch_accel_lite.base.modules.mixed_precision import mixed_precision
 from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data.checked_outputs import as_scalars, check_loss, complete_output, total_loss
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput
-from pytorch_accel_lite.data.step_outputs import as_scalars, check_loss, complete_output, total_loss
 from pytorch_accel_lite.distributed.gradient_sync import average_gradients
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.checkpoint.models.optimizer_state_loading import load_optimizer_state
-from pytorch_accel_lite.optimizers.param_group_options import noted_options
+from pytorch_accel_lite.optimizers.scheduled_options import noted_options
 from tests.checkpoint.small_checkpoints import Holder, save_file, trained
 from tests.small_models import (
     adamw_trainer,

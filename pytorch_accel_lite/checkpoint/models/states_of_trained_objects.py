@@ -21,7 +21,7 @@ from pytorch_accel_lite.checkpoint.models.trainability import lacks_groups
 from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, full_state_dict, model_state, sharded_like
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_states import load_state_of
-from pytorch_accel_lite.optimizers.param_group_options import note_options, noted_options
+from pytorch_accel_lite.optimizers.scheduled_options import note_options, noted_options
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_modules
 from pytorch_accel_lite.run.trainer_parts.trained_objects import learned_by_loss, loose_parameters, trained_objects

@@ -54,15 +54,15 @@ from pytorch_accel_lite.checkpoint.states.state_files import (
     read_weights,
 )
 from pytorch_accel_lite.optimizers.optimizer_parts import group_names, single_optimizers, state_class_names
-from pytorch_accel_lite.optimizers.param_group_options import Options, set_options
+from pytorch_accel_lite.optimizers.scheduled_options import Options, set_options
 from pytorch_accel_lite.run.callback_handler import callbacks_with
+from pytorch_accel_lite.run.read_state import TrainingState
 from pytorch_accel_lite.run.request_and_config import DatedStateSource
 from pytorch_accel_lite.run.run import Step, TrainerLike
 from pytorch_accel_lite.run.run_parts.progress import EpochPhase
 from pytorch_accel_lite.run.step_division import Division, numbers_of_shares
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import all_registered_objects
 from pytorch_accel_lite.run.trainer_parts.trained_objects import saved_optimizers
-from pytorch_accel_lite.run.training_state import TrainingState
 
 # A training state has the weights, what all ranks share (``_collect_shared``) and what each has of its own
 # (``_collect_local``). restore_before_start restores what it can before the starting events of the resumed run, and

@@ -41,7 +41,7 @@ from pytorch_accel_lite.checkpoint.states.manifest import (
     verify_state,
 )
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.run.training_state import TrainingState
+from pytorch_accel_lite.run.read_state import TrainingState
 
 MODEL = "model.safetensors"
 TRAINER = "trainer.pt"

@@ -11,10 +11,10 @@ from pytorch_accel_lite.base.display.reprs import short_repr
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.optimizers.optimizer_parts import follows_metric, schedulers_in
 from pytorch_accel_lite.optimizers.optimizer_types import SchedulerLike, TrainerScheduler
+from pytorch_accel_lite.run.read_state import TrainingState
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_optimizers
-from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.schedulers.placeholders import Placeholder
 
 

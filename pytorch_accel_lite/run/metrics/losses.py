@@ -12,8 +12,8 @@ from pytorch_accel_lite.base.display import reprs
 from pytorch_accel_lite.base.machine.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data.checked_outputs import mean_that_counts
 from pytorch_accel_lite.data.sources import BatchOutput
-from pytorch_accel_lite.data.step_outputs import mean_that_counts
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.run_parts.accumulation import Count
 
