@@ -210,7 +210,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             )
         self._clear()
         path, resumed = self._store.path_for(trainer.progress.update), trainer.run.resumed
-        if resumed is not None and resumed.directory == path:
+        if resumed is not None and os.path.realpath(resumed.directory) == os.path.realpath(path):
             self._complete = path, trainer.progress.update
             if self._store.alive_at is not None:
                 trainer.run.goodput.note_sign_of_life(resumed.metadata["saved_at"], self._store.alive_at)

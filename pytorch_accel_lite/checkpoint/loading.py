@@ -148,7 +148,8 @@ def load_training_state(trainer: TrainerLike, input_dir: StrPath) -> StateDict:
     A run that resumes calls it only if it is overridden, see ``begin_resuming`` in ``loop/resuming.py``.
     """
     resumed, location = trainer.current_run.resumed, parse_location(input_dir, "input_dir")
-    if resumed is not None and resumed.directory == location:  # called by an override: the run has read this state
+    if resumed is not None and os.path.realpath(resumed.directory) == os.path.realpath(location):
+        # Called by an override: the run has read this state.
         state = resumed
         restore_before_start(trainer, state, with_scheduler=not trainer.current_run.schedule.is_recreated)
     else:

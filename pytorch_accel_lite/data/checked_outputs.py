@@ -36,7 +36,8 @@ def complete_output(output: BatchOutput, data: BatchData, num_samples: int | Non
     size = output["batch_size"]
     if type(size) is not int and not isinstance(size, (numbers.Real, torch.Tensor)):
         raise TypeError(f"{method} returned batch_size={size!r}; it must be a number of samples.")
-    if not isinstance(size, torch.Tensor) and size < ("num_items_in_batch" not in output):
+    least = 0 if "num_items_in_batch" in output else 1
+    if not isinstance(size, torch.Tensor) and size < least:
         is_empty = " If collate_fn has left out all samples, return also num_items_in_batch." if size == 0 else ""
         raise ValueError(f"{method} returned batch_size={size!r}; it must be at least 1.{is_empty}")
     if "num_items_in_batch" in output:

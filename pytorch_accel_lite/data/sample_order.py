@@ -23,7 +23,7 @@ from pytorch_accel_lite.base.random_generators.seeding import (
     seed_held_generators,
 )
 from pytorch_accel_lite.data.computed_order import ComputedOrder
-from pytorch_accel_lite.data.sampler_order_checks import PASS_OWN_SHARD, check_same_order
+from pytorch_accel_lite.data.sampler_order_checks import PASS_OWN_SHARD, check_same_order, warn_of_own_parts
 from pytorch_accel_lite.data.sources import Index, SamplerLike, find_length
 from pytorch_accel_lite.distributed import Ranks
 
@@ -83,7 +83,10 @@ def _draw_from(sampler: SamplerLike, ranks: Ranks, seed: int | None, epoch: int,
             return sampler  # type: ignore[no-any-return]
         if find_length(sampler) is None:
             return _share_pieces(sampler, ranks)
-        return ranks.result_of_first(lambda: list(sampler))
+        order: list[Index] = ranks.result_of_first(lambda: list(sampler))
+        if epoch <= 1:
+            warn_of_own_parts(sampler, order, ranks)
+        return order
     if hasattr(sampler, "order_of_epoch"):  # a mixture's order continues from epoch to epoch
         set_sampler_epoch(sampler, reported)
         return sampler.order_of_epoch(seed, epoch)  # type: ignore[no-any-return]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import RandomSampler, WeightedRandomSampler
 
+from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.random_generators.generator_states import preserving_generators
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data.sources import Index, SamplerLike
 from pytorch_accel_lite.distributed import Ranks
@@ -45,6 +49,35 @@ def check_same_order(sampler: SamplerLike, order: list[Index], ranks: Ranks) -> 
             f"lost and others repeated. {_DRAW_FROM} {PASS_OWN_SHARD}"
         )
     return local[1]
+
+
+def warn_of_own_parts(sampler: SamplerLike, order: Sequence[Index], ranks: Ranks) -> None:
+    """Warn if the sampler of a process has none of the samples of the first one's, whose order all processes share.
+
+    A sampler that draws few of many samples, as torch's may, does not count: it draws others each time.
+
+    Args:
+        order: the order that the sampler has drawn on the first process
+    """
+    if type(sampler) in (RandomSampler, WeightedRandomSampler):
+        return
+    with preserving_generators():
+        own = order if ranks.rank == 0 else list(sampler)
+    has_none = False
+    with suppress(TypeError, ValueError):  # indices of some other kind
+        has_none = {*map(int, _flat(own))}.isdisjoint(map(int, _flat(order)))
+    if any(ranks.all_gather_object(has_none)) and ranks.rank == 0:
+        warn_outside(
+            f"The sampler {type(sampler).__name__} gives other samples on each process. Without a seed, the processes "
+            f"share the order of the first one, so those of the others are not read. {PASS_OWN_SHARD} Otherwise let "
+            "the sampler give all samples on each process: they are divided."
+        )
+
+
+def _flat(order: Iterable[Index]) -> Iterator[Index]:
+    """Yield the indices of an order, which may consist of batches."""
+    for index in order:
+        yield from index if isinstance(index, (list, tuple)) else [index]
 
 
 def check_order(

@@ -401,6 +401,15 @@ def test_a_run_that_fails_says_where_it_was_saved_last(here, capsys):
     assert caught.value.__notes__[-1].startswith("The run is saved in")  # below what happened
 
 
+def test_a_resumed_state_is_known_by_any_spelling_of_its_path(here):
+    train(make_trainer([SaveTrainingStateCallback("states")]))
+    interrupts = raises_at(3, KeyboardInterrupt(), "on_train_step_start")
+    again = make_trainer([SaveTrainingStateCallback("states"), interrupts])
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(again, epochs=2, resume_from=os.path.abspath("states/update-000000003"))
+    assert caught.value.__notes__[-1].startswith("The run is saved in")
+
+
 def test_a_failing_later_evaluation_is_not_reported_as_saved(here, capsys):
     trainer = train(make_trainer([SaveTrainingStateCallback("states")]))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):

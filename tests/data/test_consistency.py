@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
@@ -200,6 +201,29 @@ def test_samplers_that_differ_between_processes_are_refused(ranks):
         for name, said in result.items():
             assert "gives another order on each process, of lengths [" in said, name
             assert "set_epoch(epoch)" in said, name
+
+
+def parts_by_hand() -> list[int]:
+    """How many warnings there are without a seed, for samplers of all samples, of own parts and of batches of these."""
+    own = SubsetRandomSampler(range(rank(), 16, world_size()))
+    samplers = [SubsetRandomSampler(range(16)), own, BatchSampler(own, 4, False)]
+    counts = []
+    for sampler in samplers:
+        kwargs = {"batch_sampler": sampler} if isinstance(sampler, BatchSampler) else {"sampler": sampler}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trained_on(numbers(), lambda data, kwargs=kwargs: DataLoader(data, **kwargs))
+        told = [str(warning.message) for warning in caught]
+        counts.append(sum("gives other samples on each process. Without a seed" in text for text in told))
+    return counts
+
+
+@pytest.mark.processes
+def test_parts_divided_by_hand_without_a_seed_are_a_warning(two_ranks):
+    (none, *both), others = two_ranks(parts_by_hand)
+    assert none == 0
+    assert all(count >= 1 for count in both)
+    assert others == [0, 0, 0]
 
 
 def configured_evenly() -> Any:

@@ -98,6 +98,16 @@ class ManualStep(Step):
         run.ranks.copy_from_first(list(dict.fromkeys(shared)))
         self._synced_buffers = [*buffers_beside_model(trainer), *buffers_in([trainer.model])]
 
+    def begin(self, trainer: TrainerLike, run: Run) -> None:
+        """Check that the schedulers, which ``update()`` steps one by one, are not stepped by a method of the user."""
+        has_several = trainer.scheduler is not None and len(schedulers_in(trainer.scheduler)) > 1
+        if "scheduler_step" in run.overridden and has_several and is_stepped_after_updates(trainer):
+            raise ValueError(
+                f"{type(trainer).__name__}.scheduler_step is overridden, but update() steps the scheduler of each "
+                "optimizer by itself. Leave the method out, or step the schedulers in train_step and pass no "
+                "create_scheduler_fn."
+            )
+
     @property
     def optimizers_never_updated(self) -> list[str]:
         """The names of the optimizers that the run has never updated."""

@@ -293,6 +293,20 @@ def test_each_optimizer_has_its_schedule_in_one_update_a_step():
     assert events == one * 2
 
 
+def test_schedules_of_several_optimizers_refuse_a_method_for_all():
+    class StepsThem(GAN):
+        def scheduler_step(self):
+            raise AssertionError("it is refused before")
+
+    schedules = {name: partial(ExponentialLR, gamma=0.5) for name in ("critic", "generator")}
+    trainer = StepsThem()
+    with pytest.raises(
+        ValueError, match=r"StepsThem\.scheduler_step is overridden, but update\(\) steps the scheduler"
+    ):
+        trainer.train(FULL, 1, per_device_batch_size=13, create_scheduler_fn=schedules)
+    assert trainer.progress.step == 0
+
+
 def test_a_shared_schedule_is_stepped_once_per_step():
     trainer = GAN()
     trainer.train(FULL, 1, per_device_batch_size=13, create_scheduler_fn=partial(ExponentialLR, gamma=0.5))
