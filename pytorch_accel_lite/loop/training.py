@@ -32,7 +32,7 @@ from pytorch_accel_lite.loop.resuming import (
     resumed_run_is_over,
 )
 from pytorch_accel_lite.loop.snapshot import leaving_no_trace
-from pytorch_accel_lite.run.error_notes_seam import add_error_notes
+from pytorch_accel_lite.run.error_notes_seam import adding_error_notes
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
 from pytorch_accel_lite.run.run_parts.loop_state import GlobalModes
@@ -98,14 +98,11 @@ def _run_epoch(trainer: TrainerLike, run: Run) -> None:
 
 def _run_steps(trainer: TrainerLike, run: Run) -> None:
     """Run the steps of an epoch, or the user's method for them."""
-    try:
+    with adding_error_notes(trainer, run, "training"):
         if is_overridden(trainer, "_run_train_epoch"):  # now, as a callback may have replaced it
             run.end.has_reached_limit = bool(trainer._run_train_epoch(run.data.required_train_loader))
         else:
             run.end.has_reached_limit = train_epoch(trainer, run)
-    except Exception as error:
-        add_error_notes(error, trainer, run, "training")
-        raise
 
 
 def begin_epoch(trainer: TrainerLike, run: Run) -> None:
