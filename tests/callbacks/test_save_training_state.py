@@ -458,7 +458,8 @@ def test_a_signal_during_a_pause_requeues_the_job_too(tmp_path, monkeypatch, cap
 
     queue = OwnQueue()
     monkeypatch.setitem(JOB_QUEUES, "Own", queue)
-    callbacks = [raises_at(2, RunPausedError("my own limit")), listener(**{event: interrupt})]
+    pause = raises_at(1, RunPausedError("my own limit"), "on_train_step_start")
+    callbacks = [pause, listener(**{event: interrupt})]
     with pytest.raises(SystemExit) as raised:
         train(make_trainer([*callbacks, SaveTrainingStateCallback(tmp_path, requeue=True)]))
     assert raised.value.code == 128 + signal.SIGUSR1
