@@ -83,9 +83,10 @@ def _draw_from(sampler: SamplerLike, ranks: Ranks, seed: int | None, epoch: int,
             return sampler  # type: ignore[no-any-return]
         if find_length(sampler) is None:
             return _share_pieces(sampler, ranks)
+        generators = ranks.result_of_first(capture_generators) if epoch <= 1 else None
         order: list[Index] = ranks.result_of_first(lambda: list(sampler))
-        if epoch <= 1:
-            warn_of_own_parts(sampler, order, ranks)
+        if generators is not None:
+            warn_of_own_parts(sampler, order, generators, ranks)
         return order
     if hasattr(sampler, "order_of_epoch"):  # a mixture's order continues from epoch to epoch
         set_sampler_epoch(sampler, reported)

@@ -9,10 +9,9 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import RandomSampler, WeightedRandomSampler
 
 from pytorch_accel_lite.base.display.user_warnings import warn_outside
-from pytorch_accel_lite.base.random_generators.generator_states import preserving_generators
+from pytorch_accel_lite.base.random_generators.generator_states import preserving_generators, restore_generators
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data.sources import Index, SamplerLike
 from pytorch_accel_lite.distributed import Ranks
@@ -51,21 +50,21 @@ def check_same_order(sampler: SamplerLike, order: list[Index], ranks: Ranks) -> 
     return local[1]
 
 
-def warn_of_own_parts(sampler: SamplerLike, order: Sequence[Index], ranks: Ranks) -> None:
+def warn_of_own_parts(sampler: SamplerLike, order: Sequence[Index], generators: StateDict, ranks: Ranks) -> None:
     """Warn if the sampler of a process has none of the samples of the first one's, whose order all processes share.
-
-    A sampler that draws few of many samples, as torch's may, does not count: it draws others each time.
 
     Args:
         order: the order that the sampler has drawn on the first process
+        generators: the states of the random generators there before, from which the others draw for comparison
     """
-    if type(sampler) in (RandomSampler, WeightedRandomSampler):
-        return
-    with preserving_generators():
-        own = order if ranks.rank == 0 else list(sampler)
+    own = order
+    if ranks.rank > 0:
+        with preserving_generators():
+            restore_generators(generators)
+            own = list(sampler)
     has_none = False
     with suppress(TypeError, ValueError):  # indices of some other kind
-        has_none = {*map(int, _flat(own))}.isdisjoint(map(int, _flat(order)))
+        has_none = len(order) > 0 and {*map(int, _flat(own))}.isdisjoint(map(int, _flat(order)))
     if any(ranks.all_gather_object(has_none)) and ranks.rank == 0:
         warn_outside(
             f"The sampler {type(sampler).__name__} gives other samples on each process. Without a seed, the processes "

@@ -54,7 +54,7 @@ def clear_gradients(optimizer: Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def states_of_scaler(scaler: torch.amp.GradScaler | None) -> dict[int, dict[str, Any]] | None:
+def states_of_scaler(scaler: torch.amp.GradScaler | None) -> dict[int, dict[str, object]] | None:
     """Return what a gradient scaler knows of the gradients of an update, by the id of the optimizer.
 
     torch has no public name for it, and a scaler that is disabled does not have it.
