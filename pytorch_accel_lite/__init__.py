@@ -10,11 +10,11 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.distributed.launched_processes import notebook_launcher
 from pytorch_accel_lite.extensions.experiment import compare_runs, compare_seeds, cross_validate
+from pytorch_accel_lite.run.history import InMemoryRunHistory, RunHistory
 from pytorch_accel_lite.run.intervals import Interval
-from pytorch_accel_lite.run.metrics.history import InMemoryRunHistory, RunHistory
-from pytorch_accel_lite.run.metrics.losses import LossTracker
+from pytorch_accel_lite.run.losses import LossTracker
+from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
-from pytorch_accel_lite.run.run_parts.progress import Progress
 from pytorch_accel_lite.schedulers.placeholders import TrainerPlaceholderValues
 from pytorch_accel_lite.trainer import Trainer, TrainerWithTimmScheduler
 

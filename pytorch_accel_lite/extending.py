@@ -3,9 +3,9 @@
 Yours may use them, too. ``extension_tools/`` has the functions and types that extensions share, by subject.
 """
 
-from pytorch_accel_lite.base.names.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import JsonObject
+from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.callbacks.default_callbacks import METRICS
 from pytorch_accel_lite.checkpoint.disk.atomic_files import FENCES
 from pytorch_accel_lite.checkpoint.disk.checksums import verify as verify_tensors
@@ -20,12 +20,11 @@ from pytorch_accel_lite.checkpoint.states.state_files import CapturedState, read
 from pytorch_accel_lite.checkpoint.states.state_store import StateStore
 from pytorch_accel_lite.checkpoint.stores_by_url import STORES, Store, read_state
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batch_adapter import BatchAdapter
+from pytorch_accel_lite.data.batch_adapter import BatchAdapter, LossFunction
 from pytorch_accel_lite.data.batches import Share
-from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SHARED_DATA_CHECKS, SequentialReader
-from pytorch_accel_lite.data.loss_functions import LossFunction
-from pytorch_accel_lite.data.shares import Shares
+from pytorch_accel_lite.data.loader_creation import SEQUENTIAL_READER, SHARED_DATA_CHECKS, SequentialReader
 from pytorch_accel_lite.data.sources import BatchOutput
+from pytorch_accel_lite.data.steps_and_shares import Shares
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.control_group import OtherCallError
 from pytorch_accel_lite.distributed.job_observers_seam import OBSERVERS, JobObserver, OpenTrainer
@@ -38,14 +37,19 @@ from pytorch_accel_lite.loop.inference import INFERENCE_STEP
 from pytorch_accel_lite.loop.model_setup import MODEL_CHANGES, STEP_COMPILER, StepCompiler
 from pytorch_accel_lite.loop.resuming import SCHEDULE_RECREATION
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot
+from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
-from pytorch_accel_lite.run.ending.signals import JOB_QUEUES, JobQueue
-from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, RunInterruptedError, StopTrainingError
-from pytorch_accel_lite.run.error_notes_seam import ERROR_NOTES, MEMORY_ADVICE
+from pytorch_accel_lite.run.ending import (
+    JOB_QUEUES,
+    JobQueue,
+    NonFiniteLossError,
+    RunInterruptedError,
+    StopTrainingError,
+)
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.metrics.history import HISTORY_TABLE, PLOTS
-from pytorch_accel_lite.run.metrics.losses import LossTracker, LossTrackers
-from pytorch_accel_lite.run.metrics.watched_metric import WatchedMetric
+from pytorch_accel_lite.run.history import HISTORY_TABLE, PLOTS
+from pytorch_accel_lite.run.latest_records import LoadedWeights
+from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.read_state import TrainingState
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import (
@@ -58,11 +62,10 @@ from pytorch_accel_lite.run.run import (
     TrainerLike,
     UserAttributes,
 )
-from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS, RunChecks
-from pytorch_accel_lite.run.run_parts.accumulation import GradientWindow
-from pytorch_accel_lite.run.run_parts.latest_records import LoadedWeights
-from pytorch_accel_lite.run.run_parts.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
+from pytorch_accel_lite.run.run_data import SKIPPED, SkippedBatches, SkippedStep
+from pytorch_accel_lite.run.run_seams import ERROR_NOTES, MEMORY_ADVICE, RUN_CHECKS, RunChecks
 from pytorch_accel_lite.run.step_division import DIVISIONS, Division, create_division
+from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.steps.plain_step import PlainStep, backward
 from pytorch_accel_lite.steps.step_choice import (
     CLOSURE,

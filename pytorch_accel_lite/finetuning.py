@@ -1,7 +1,7 @@
 """Public path of freezing and of groups of layers."""
 
 from pytorch_accel_lite.base.missing_extensions import add_missing_name_errors
-from pytorch_accel_lite.base.modules.module_modes import stay_in_eval, stays_in_eval
+from pytorch_accel_lite.base.modules import stay_in_eval, stays_in_eval
 from pytorch_accel_lite.extensions.finetuning import BN_MODULES as BN_MODULES
 from pytorch_accel_lite.extensions.finetuning import (
     Layer,

@@ -14,18 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite import registered_extensions as registered_extensions  # fills the seams
-from pytorch_accel_lite.base.arguments.checked_calls import checked_calls
-from pytorch_accel_lite.base.arguments.constructor_calls import LIBRARY_ATTRIBUTES
-from pytorch_accel_lite.base.arguments.paths import PathOrFile, StrPath
-from pytorch_accel_lite.base.display.reprs import join_wrapped, short_repr
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.arguments import LIBRARY_ATTRIBUTES, checked_calls
+from pytorch_accel_lite.base.display import join_wrapped, short_repr
 from pytorch_accel_lite.base.missing_extensions import add_missing_method_errors
-from pytorch_accel_lite.base.modules.module_modes import without_gradients
-from pytorch_accel_lite.base.modules.sharded_weights import is_sharded
-from pytorch_accel_lite.base.modules.unwrapping import unwrap
-from pytorch_accel_lite.base.names.reserved_names import Shadowable, check_subclass, reserved
-from pytorch_accel_lite.base.names.trainer_help import names_for_users, presented
+from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradients
+from pytorch_accel_lite.base.paths import PathOrFile, StrPath
+from pytorch_accel_lite.base.trainer_names import Shadowable, check_subclass, names_for_users, presented, reserved
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
+from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     LogMetricsCallback,
@@ -38,15 +34,14 @@ from pytorch_accel_lite.callbacks.default_callbacks import ADDED_TO_EACH_TRAINER
 from pytorch_accel_lite.checkpoint import loading, saving
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
-from pytorch_accel_lite.data.batch_adapter import BatchAdapter
-from pytorch_accel_lite.data.checked_outputs import total_loss
-from pytorch_accel_lite.data.dataloader_creation import (
+from pytorch_accel_lite.data.batch_adapter import BatchAdapter, LossFunction
+from pytorch_accel_lite.data.loader_creation import (
     DEFAULT_BATCH_SIZE,
     LoaderKwargs,
     dataloader_for,
     default_loader_kwargs,
 )
-from pytorch_accel_lite.data.loss_functions import LossFunction
+from pytorch_accel_lite.data.outputs import total_loss
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, Source, dataset_of
 from pytorch_accel_lite.distributed import Ranks, launched_processes, shutdown
 from pytorch_accel_lite.distributed.accelerator import create_accelerator, default_accelerator, find_unused_in_ddp
@@ -61,46 +56,40 @@ from pytorch_accel_lite.extensions.tuning import batch_size_finder, diagnosis, l
 from pytorch_accel_lite.loop import (
     custom_loops,
     evaluation,
-    lengths_and_batch_sizes,
+    loaders_and_lengths,
     model_setup,
     prediction,
-    scheduler_creation,
+    scheduling,
     training,
 )
 from pytorch_accel_lite.loop.fit import fit
-from pytorch_accel_lite.loop.guards import (
-    dataset_checks,
-    optimizer_checks,
-    replicas,
-    schedule_checks,
-    trainer_arguments,
-)
-from pytorch_accel_lite.loop.run_loaders import loader_of_run
-from pytorch_accel_lite.optimizers.optimizer_parts import is_created
-from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients, take_step
-from pytorch_accel_lite.optimizers.optimizer_types import (
+from pytorch_accel_lite.loop.guards import arguments_and_datasets, same_on_all_ranks
+from pytorch_accel_lite.loop.loaders_and_lengths import loader_of_run
+from pytorch_accel_lite.loop.scheduling import step_after_epoch, step_timms_after_epoch
+from pytorch_accel_lite.optimizers.optimizer_parts import (
     OptimizerFactory,
     Optimizers,
     SchedulerFactory,
     TrainerOptimizer,
     TrainerScheduler,
+    is_created,
 )
+from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients, take_step
+from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
-from pytorch_accel_lite.run.ending.stop_errors import RunPausedError
+from pytorch_accel_lite.run.ending import RunPausedError
 from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.goodput import Goodput
+from pytorch_accel_lite.run.history import InMemoryRunHistory, MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
-from pytorch_accel_lite.run.metrics.history import InMemoryRunHistory, MetricValue, RunHistory
-from pytorch_accel_lite.run.metrics.losses import LossTracker, LossTrackers
-from pytorch_accel_lite.run.metrics.watched_metric import latest_metric
+from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
+from pytorch_accel_lite.run.prepared_model import PreparedModel
+from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import CompiledForwardLike, Run, Step
-from pytorch_accel_lite.run.run_parts.accumulation import Count
-from pytorch_accel_lite.run.run_parts.goodput import Goodput
-from pytorch_accel_lite.run.run_parts.progress import Progress
-from pytorch_accel_lite.run.run_parts.run_data import DataArguments
-from pytorch_accel_lite.run.scheduler_stepping import step_after_epoch, step_timms_after_epoch
+from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.step_division import create_division
-from pytorch_accel_lite.run.trainer_parts.prepared_model import PreparedModel
+from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,
@@ -266,14 +255,14 @@ class Trainer:
     ) -> None:
         before = vars(self).keys() - _GIVEN
         launched_processes.respect_launcher()
-        trainer_arguments.check_types(
+        arguments_and_datasets.check_types(
             model=model,
             run_history=run_history,
             accelerator=accelerator,
             compile_model=True if compile_model == "blocks" else compile_model,
             compile_step=compile_step,
         )
-        trainer_arguments.check_constructor(loss_func, optimizer, seed)
+        arguments_and_datasets.check_constructor(loss_func, optimizer, seed)
         self.model = model
         self.loss_func = loss_func
         self.optimizer: TrainerOptimizer = optimizer_factories.combine_or_defer(optimizer)
@@ -400,14 +389,14 @@ class Trainer:
         size = per_device_batch_size
         train_arguments = DataArguments(train_dataset, size, train_dataloader_kwargs, collate_fn)
         eval_arguments = DataArguments(eval_dataset, size, eval_dataloader_kwargs, collate_fn)
-        dataset_checks.check_dataset(self, "train_dataset", train_arguments, eval_dataset)
-        trainer_arguments.check_resume_from(resume_from)
-        trainer_arguments.check_training(self.optimizer, self.accelerator, request)
+        arguments_and_datasets.check_dataset(self, "train_dataset", train_arguments, eval_dataset)
+        arguments_and_datasets.check_resume_from(resume_from)
+        arguments_and_datasets.check_training(self.optimizer, self.accelerator, request)
         has_schedule = create_scheduler_fn is not None or warmup_steps
         schedule = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval) if has_schedule else None
-        optimizer_checks.check_optimizers(self)
+        arguments_and_datasets.check_optimizers(self)
         if eval_dataset is not None:
-            dataset_checks.check_dataset(self, "eval_dataset", eval_arguments, train_dataset)
+            arguments_and_datasets.check_dataset(self, "eval_dataset", eval_arguments, train_dataset)
         self.create_scheduler_fn = schedule
         run = Run.create(self, request, train_dataset, eval_dataset, collate_fn)
         fit(self, run, train_arguments, eval_arguments, resume_from, reset_run_history)
@@ -889,7 +878,7 @@ class Trainer:
         """Return the scheduler of a run, or ``None``. Calls ``create_scheduler_fn(optimizer)`` by default."""
         if self.create_scheduler_fn is None:
             return None
-        return scheduler_creation.create_scheduler_from(self, self.create_scheduler_fn)
+        return scheduling.create_scheduler_from(self, self.create_scheduler_fn)
 
     def parallelize_model(self, mesh: DeviceMesh) -> str | os.PathLike[str] | None:
         """Override it to shard ``self.model`` in place, before the first run. The optimizer must then be a factory.
@@ -915,7 +904,7 @@ class Trainer:
     def _create_run_config(self, per_device_batch_size: int, **settings: Any) -> TrainerRunConfig:
         """Return the settings of the run, of which some are passed. The run calls it only if it is overridden."""
         run = self.current_run
-        return lengths_and_batch_sizes.resolve_run_config(
+        return loaders_and_lengths.resolve_run_config(
             self, run, replace(run.request, **settings), per_device_batch_size
         )
 
@@ -1018,7 +1007,7 @@ class Trainer:
         Raises:
             RuntimeError: if they differ; names the ranks, the parameter and the likely cause
         """
-        replicas.compare_replicas(self)
+        same_on_all_ranks.compare_replicas(self)
 
     def call_event(self, event: str, **kwargs: object) -> None:
         """Call an event, which may be your own, on all callbacks. Every process must call it.
@@ -1292,7 +1281,7 @@ class Trainer:
     @reserved
     def _check_scheduler(self, request: RunRequest) -> None:
         """Check that the scheduler can be stepped as the run requests."""
-        schedule_checks.check_scheduler(self, request, "scheduler_step" in self.current_run.overridden)
+        scheduling.check_scheduler(self, request, "scheduler_step" in self.current_run.overridden)
 
     @reserved
     def _step_after_epoch(self) -> None:
@@ -1303,15 +1292,15 @@ class Trainer:
 
     def _set_up_accelerator(self, accelerator: Accelerator | None, precision: str | None, find_unused: bool) -> None:
         """Set the accelerator that was passed, or a new one, after all checks."""
-        trainer_arguments.check_mixed_precision(precision, accelerator)
+        arguments_and_datasets.check_mixed_precision(precision, accelerator)
         self._requested_precision = precision
         self._made_accelerator = accelerator is None
         if accelerator is None:
             accelerator = create_accelerator(self._create_accelerator, precision)
             # An overridden method may have created it with another precision.
-            trainer_arguments.check_mixed_precision(precision, accelerator)
+            arguments_and_datasets.check_mixed_precision(precision, accelerator)
         launched_processes.check_launch(accelerator)
-        trainer_arguments.check_parallelism(accelerator)
+        arguments_and_datasets.check_parallelism(accelerator)
         if find_unused:
             find_unused_in_ddp(accelerator)
         self.accelerator = self._accelerator = accelerator  # the second is the name in pytorch-accelerated
@@ -1396,4 +1385,4 @@ class TrainerWithTimmScheduler(Trainer):
         step_timms_after_epoch(self)
 
     def _check_scheduler(self, request: RunRequest) -> None:
-        schedule_checks.check_timms_scheduler(self, request)
+        scheduling.check_timms_scheduler(self, request)

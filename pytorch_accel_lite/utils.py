@@ -1,6 +1,6 @@
 """Public path of helpers: limits, a single process of a job, averages of weights, optional packages, texts."""
 
-from pytorch_accel_lite.base.display.formatting import format_metric, listed
+from pytorch_accel_lite.base.display import format_metric, listed
 from pytorch_accel_lite.base.missing_extensions import add_missing_name_errors
 from pytorch_accel_lite.base.optional_packages import import_extra
 from pytorch_accel_lite.distributed.launched_processes import record_error

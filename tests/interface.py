@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from pytorch_accel_lite import Trainer, extension_names, extension_tools
-from pytorch_accel_lite.base.names.trainer_help import AttributeElsewhere
+from pytorch_accel_lite.base.trainer_names import AttributeElsewhere
 
 FILE = Path(__file__).with_name("interface.txt")
 MODULES = (

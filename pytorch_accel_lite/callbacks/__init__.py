@@ -48,14 +48,9 @@ from pytorch_accel_lite.extensions.trackers import TrackerCallback
 from pytorch_accel_lite.extensions.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.extensions.worst_samples import WorstSample, WorstSamplesCallback
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
-from pytorch_accel_lite.run.ending.stop_errors import (
-    NonFiniteLossError,
-    RunInterruptedError,
-    RunPausedError,
-    StopTrainingError,
-)
+from pytorch_accel_lite.run.ending import NonFiniteLossError, RunInterruptedError, RunPausedError, StopTrainingError
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.metrics.watched_metric import WatchedMetric
+from pytorch_accel_lite.run.watched_metric import WatchedMetric
 
 __all__ = [
     "CallbackHandler",

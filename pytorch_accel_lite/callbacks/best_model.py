@@ -7,12 +7,11 @@ import os
 import re
 from pathlib import Path
 
-from pytorch_accel_lite.base.arguments.argument_checks import check_positive_int
-from pytorch_accel_lite.base.arguments.checked_calls import checked_calls
-from pytorch_accel_lite.base.arguments.paths import file_path
-from pytorch_accel_lite.base.display.escaping import escape_unprintable
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.arguments import check_positive_int, checked_calls
+from pytorch_accel_lite.base.display import escape_unprintable
+from pytorch_accel_lite.base.paths import file_path
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import read_checkpoint
 from pytorch_accel_lite.checkpoint.disk.torch_files import load_plain

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.base.arguments.argument_checks import check_bool
+from pytorch_accel_lite.base.arguments import check_bool
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from pytorch_accel_lite.base.display.escaping import escape_unprintable
-from pytorch_accel_lite.base.display.formatting import format_metric
+from pytorch_accel_lite.base.display import escape_unprintable, format_metric
 from pytorch_accel_lite.run.callback_handler import set_own_listening
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.metrics.history import MetricValue, NewMetrics
+from pytorch_accel_lite.run.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.run import TrainerLike
 
 

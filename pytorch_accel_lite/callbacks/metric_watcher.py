@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.metrics.watched_metric import WatchedMetric
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.watched_metric import WatchedMetric
 
 
 class MetricWatcher(TrainerCallback):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_modules
+from pytorch_accel_lite.run.trained_objects import other_modules
 
 
 class MoveModulesToDeviceCallback(TrainerCallback):

@@ -11,27 +11,26 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
-from pytorch_accel_lite.base.arguments.argument_checks import (
+from pytorch_accel_lite.base.arguments import (
     check_positive_int,
     check_positive_number,
     check_range,
+    checked_calls,
     optional,
 )
-from pytorch_accel_lite.base.arguments.checked_calls import checked_calls
-from pytorch_accel_lite.base.arguments.paths import StrPath, parse_location
-from pytorch_accel_lite.base.display.formatting import wrapped
-from pytorch_accel_lite.base.display.shown_errors import add_note
+from pytorch_accel_lite.base.display import wrapped
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
-from pytorch_accel_lite.base.modules.sharded_weights import are_sharded
+from pytorch_accel_lite.base.modules import are_sharded
+from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.warnings_and_errors import add_note
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.models.frozen_weights import model_checksums
 from pytorch_accel_lite.checkpoint.models.supported_engines import check_states_are_possible
 from pytorch_accel_lite.checkpoint.states.state_store import remove_old_states, state_name
 from pytorch_accel_lite.checkpoint.stores_by_url import open_store
 from pytorch_accel_lite.run.callback_handler import set_own_listening
-from pytorch_accel_lite.run.ending.signals import JOB_QUEUES
-from pytorch_accel_lite.run.ending.stop_errors import RunInterruptedError, RunPausedError
+from pytorch_accel_lite.run.ending import JOB_QUEUES, RunInterruptedError, RunPausedError
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
 from pytorch_accel_lite.run.read_state import TrainingState

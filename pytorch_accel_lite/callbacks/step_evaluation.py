@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytorch_accel_lite.base.arguments.argument_checks import check_positive_int
+from pytorch_accel_lite.base.arguments import check_positive_int
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import TrainerLike

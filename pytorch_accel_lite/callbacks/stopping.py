@@ -6,17 +6,17 @@ import math
 from datetime import timedelta
 from typing import Any, Literal
 
-from pytorch_accel_lite.base.arguments.argument_checks import (
+from pytorch_accel_lite.base.arguments import (
     check_choice,
     check_number,
     check_positive_int,
     check_positive_number,
+    checked_calls,
 )
-from pytorch_accel_lite.base.arguments.checked_calls import checked_calls
-from pytorch_accel_lite.base.display.formatting import wrapped
+from pytorch_accel_lite.base.display import wrapped
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
-from pytorch_accel_lite.run.ending.stop_errors import RunPausedError, StopTrainingError
+from pytorch_accel_lite.run.ending import RunPausedError, StopTrainingError
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import Run, TrainerLike
 

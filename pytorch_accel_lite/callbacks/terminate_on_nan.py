@@ -8,14 +8,14 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from pytorch_accel_lite.base.machine.devices import AsyncCopy, is_asynchronous, to_float
-from pytorch_accel_lite.base.modules.sharded_weights import local_shard
-from pytorch_accel_lite.data.checked_outputs import mean_that_counts
+from pytorch_accel_lite.base.machine import AsyncCopy, is_asynchronous, to_float
+from pytorch_accel_lite.base.modules import local_shard
+from pytorch_accel_lite.data.outputs import mean_that_counts
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput
-from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError
+from pytorch_accel_lite.run.accumulation import Count
+from pytorch_accel_lite.run.ending import NonFiniteLossError
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.run_parts.accumulation import Count
 
 
 class _StepLosses(NamedTuple):

@@ -1,7 +1,7 @@
 """Writing, verifying, finding and loading portable checkpoints of weights and training states."""
 
-from pytorch_accel_lite.base.arguments.paths import as_file_name, file_path, folder_path, local_path
 from pytorch_accel_lite.base.missing_extensions import add_missing_name_errors
+from pytorch_accel_lite.base.paths import as_file_name, file_path, folder_path, local_path
 from pytorch_accel_lite.checkpoint.disk.atomic_files import no_link, replacing, try_lock, write_text
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import read_checkpoint, write_checkpoint
 from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, model_state

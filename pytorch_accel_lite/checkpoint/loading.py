@@ -8,9 +8,9 @@ from typing import IO
 
 from torch import nn
 
-from pytorch_accel_lite.base.arguments.paths import PathOrFile, StrPath, check_open_file, name_of, parse_location
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, name_of, parse_location
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import LEFT_OUT, read_checkpoint
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
 from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks
@@ -30,10 +30,10 @@ from pytorch_accel_lite.checkpoint.states.state_contents import restore_after_st
 from pytorch_accel_lite.checkpoint.states.state_files import read_learned
 from pytorch_accel_lite.checkpoint.stores_by_url import read_state, store_of
 from pytorch_accel_lite.distributed.lost_processes import naming_call
-from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
+from pytorch_accel_lite.optimizers.optimizer_parts import TrainerOptimizer
+from pytorch_accel_lite.run.latest_records import LoadedWeights
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.run_parts.latest_records import LoadedWeights
-from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers, set_optimizer_modes
+from pytorch_accel_lite.run.trained_objects import evaluating_optimizers, set_optimizer_modes
 
 
 def load_checkpoint(

@@ -13,19 +13,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.arguments.argument_checks import check_dict
-from pytorch_accel_lite.base.arguments.paths import (
-    PathOrFile,
-    StrPath,
-    check_open_file,
-    file_path,
-    name_of,
-    parse_location,
-)
-from pytorch_accel_lite.base.display.formatting import listed
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.arguments import check_dict
+from pytorch_accel_lite.base.display import listed
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
+from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, file_path, name_of, parse_location
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.checkpoint.disk.atomic_files import replacing
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import LEFT_OUT, write_checkpoint
@@ -51,10 +44,9 @@ from pytorch_accel_lite.checkpoint.states.state_files import CapturedState
 from pytorch_accel_lite.checkpoint.stores_by_url import open_folder, write_state
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call
-from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError
+from pytorch_accel_lite.run.ending import NonFiniteLossError
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers
-from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import weights_are_finite
+from pytorch_accel_lite.run.trained_objects import evaluating_optimizers, weights_are_finite
 
 #: The entries that ``save_checkpoint()`` and ``load_checkpoint()`` give a meaning.
 _ENTRIES_OF_CHECKPOINTS = frozenset(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from pytorch_accel_lite.base.arguments.paths import StrPath, parse_location
+from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.checkpoint.states.machine_facts import describe_changes
 from pytorch_accel_lite.checkpoint.stores_by_url import read_state
 from pytorch_accel_lite.run.read_state import TrainingState

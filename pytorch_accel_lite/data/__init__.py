@@ -2,9 +2,8 @@
 
 from pytorch_accel_lite.base.missing_extensions import add_missing_name_errors
 from pytorch_accel_lite.data.batches import Batch
-from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
 from pytorch_accel_lite.data.loader_base import FailedRead, LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.loader_choice import shard
+from pytorch_accel_lite.data.loader_creation import LoaderKwargs, shard
 from pytorch_accel_lite.data.named_datasets import NamedDatasets, NamedSampler
 from pytorch_accel_lite.data.sources import (
     BatchData,

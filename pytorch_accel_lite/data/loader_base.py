@@ -12,10 +12,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.weak_sets import TransientSet
-from pytorch_accel_lite.data.batches import Batch
-from pytorch_accel_lite.data.device_placement import to_device
-from pytorch_accel_lite.data.shares import Shares, whole_steps
+from pytorch_accel_lite.data.batches import Batch, to_device
 from pytorch_accel_lite.data.sources import BatchData, Index, Source, SourceState, find_length
+from pytorch_accel_lite.data.steps_and_shares import Shares, whole_steps
 from pytorch_accel_lite.data.worker_startup import start_reading
 from pytorch_accel_lite.distributed import Ranks
 

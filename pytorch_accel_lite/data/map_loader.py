@@ -12,18 +12,21 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
-from pytorch_accel_lite.base.random_generators.reachable_objects import nested_in
-from pytorch_accel_lite.base.random_generators.seeding import derive_seed, draw_seed, seed_generators
+from pytorch_accel_lite.base.random_generators import derive_seed, draw_seed, nested_in, seed_generators
 from pytorch_accel_lite.base.slots import Slot
+from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.data.batches import Batch, Share
-from pytorch_accel_lite.data.computed_order import ComputedOrder
 from pytorch_accel_lite.data.loader_base import FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.reading import InMemory, add_missing_note, as_rows, read_rows, reader_of, tensors_in_memory
-from pytorch_accel_lite.data.sample_order import Order, draw_order, of_all_processes, order_of_sampler
-from pytorch_accel_lite.data.sampler_order_checks import WrongLengthError, check_order
-from pytorch_accel_lite.data.sampler_states import EpochRead, advance_sampler, state_of_sampler, warn_of_other_order
-from pytorch_accel_lite.data.shares import Shares, share_bounds
+from pytorch_accel_lite.data.sample_order import ComputedOrder, Order, draw_order, of_all_processes, order_of_sampler
+from pytorch_accel_lite.data.samplers import (
+    EpochRead,
+    WrongLengthError,
+    advance_sampler,
+    check_order,
+    state_of_sampler,
+    warn_of_other_order,
+)
 from pytorch_accel_lite.data.sources import (
     BatchData,
     CollateFunction,
@@ -33,13 +36,15 @@ from pytorch_accel_lite.data.sources import (
     SourceState,
     find_length,
 )
-from pytorch_accel_lite.data.steps_from_position import (
+from pytorch_accel_lite.data.steps_and_shares import (
+    Shares,
     count_global_batches,
     global_batches,
     grouped,
     in_turn,
     indices_at,
     length_error,
+    share_bounds,
     skip_samples,
     with_last,
 )

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from pytorch_accel_lite.base.arguments.argument_checks import check_choice
+from pytorch_accel_lite.base.arguments import check_choice
 from pytorch_accel_lite.data.sources import Index, IndexedData, Sample, find_length
 
 

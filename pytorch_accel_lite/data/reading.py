@@ -14,10 +14,10 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from pytorch_accel_lite.base.display.shown_errors import add_note, notes_of
 from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.base.warnings_and_errors import add_note, notes_of
 from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source
-from pytorch_accel_lite.data.steps_from_position import grouped
+from pytorch_accel_lite.data.steps_and_shares import grouped
 
 _STEPS = 256  # number of steps whose indices are copied to a device together
 _READING = "In reading"  # the beginning of the note of an error

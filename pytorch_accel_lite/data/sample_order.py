@@ -1,4 +1,4 @@
-"""The order of the samples in an epoch: of torch's and users' samplers, and of mixtures."""
+"""The order of the samples in an epoch: drawn, computed where there are very many, or of samplers and mixtures."""
 
 from __future__ import annotations
 
@@ -7,28 +7,73 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
-from pytorch_accel_lite.base.random_generators.generator_states import (
+from pytorch_accel_lite.base.random_generators import (
     capture_generators,
+    derive_seed,
+    draw_seed,
     find_held_generators,
     preserving_generators,
     restore_generators,
-)
-from pytorch_accel_lite.base.random_generators.seeding import (
-    derive_seed,
-    draw_seed,
     seed_generators,
     seed_held_generators,
 )
-from pytorch_accel_lite.data.computed_order import ComputedOrder
-from pytorch_accel_lite.data.sampler_order_checks import PASS_OWN_SHARD, check_same_order, warn_of_own_parts
+from pytorch_accel_lite.data.samplers import PASS_OWN_SHARD, check_same_order, warn_of_own_parts
 from pytorch_accel_lite.data.sources import Index, SamplerLike, find_length
 from pytorch_accel_lite.distributed import Ranks
 
+_ROUNDS = 8
+_Numbers = npt.NDArray[np.uint64]
+
+
+class ComputedOrder:
+    """A pseudo-random permutation of ``range(size)`` that is computed from a key and takes no memory.
+
+    Each position is encrypted to the index of a sample by a Feistel network over the fewest bits for all indices
+    (Luby and Rackoff 1988, as used for shuffling by Mitchell et al. 2021, "Bandwidth-Optimal Random Shuffling for
+    GPUs"), again and again until the result is an index, which takes less than two times on average (cycle walking,
+    Black and Rogaway 2002). The round function is the finaliser of SplitMix64. It is not a secure cipher: the order is
+    random enough for training, but hides nothing.
+    """
+
+    def __init__(self, size: int, key: int) -> None:
+        self._size = size
+        self._bits = max((size - 1).bit_length(), 2)
+        self._keys = [np.uint64(derive_seed(key, number)) for number in range(_ROUNDS)]
+
+    def at(self, begin: int, end: int) -> torch.Tensor:
+        """Return the indices at the positions from ``begin`` to ``end``."""
+        indices = self._encrypt(np.arange(begin, end, dtype=np.uint64))
+        while (outside := np.flatnonzero(indices >= self._size)).size:
+            indices[outside] = self._encrypt(indices[outside])
+        return torch.from_numpy(indices.astype(np.int64))
+
+    def _encrypt(self, numbers: _Numbers) -> _Numbers:
+        """Permute the numbers below ``2**bits``: each round mixes one half into the other and swaps the two."""
+        left = self._bits // 2
+        right = self._bits - left
+        for key in self._keys:
+            low = numbers & np.uint64((1 << right) - 1)
+            high = (numbers >> np.uint64(right)) ^ (_scrambled(low, key) & np.uint64((1 << left) - 1))
+            numbers = (low << np.uint64(left)) | high
+            left, right = right, left
+        return numbers
+
+
+def _scrambled(numbers: _Numbers, key: np.uint64) -> _Numbers:
+    numbers = numbers + key
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    scrambled: _Numbers = numbers ^ (numbers >> np.uint64(31))
+    return scrambled
+
+
 #: Number of samples up to which a random order is drawn by torch, which takes 4 bytes per sample on every process.
-#: Larger ones are computed (``computed_order.py``).
+#: Larger ones are computed (``ComputedOrder``).
 LARGEST_STORED = 10**7
 #: Number of indices drawn at a time from a sampler without a length.
 _PIECE = 1024

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from pytorch_accel_lite.base.random_generators.generator_states import find_held_generators
-from pytorch_accel_lite.base.random_generators.reachable_objects import RandomGenerator
-from pytorch_accel_lite.base.random_generators.seeding import (
+from pytorch_accel_lite.base.random_generators import (
+    RandomGenerator,
     derive_seed,
+    find_held_generators,
     generator_with,
     seed_generators,
     seed_held_generators,

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
 
-from pytorch_accel_lite.base.display.shown_errors import add_note
+from pytorch_accel_lite.base.warnings_and_errors import add_note
 from pytorch_accel_lite.data.reading import SampleReader
 
 T = TypeVar("T")

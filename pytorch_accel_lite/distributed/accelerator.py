@@ -11,7 +11,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, parse_flag_from_env
 
-from pytorch_accel_lite.base.machine.devices import launched_on_cpus
+from pytorch_accel_lite.base.machine import launched_on_cpus
 
 _OF_A_TRAINER = "_was_created_by_a_trainer"  # marks the states of accelerators that trainers created
 _ARE_OF_PROCESS = type(vars(AcceleratorState)["_shared_state"]) is dict  # not per thread, as on TPUs

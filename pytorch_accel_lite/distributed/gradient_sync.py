@@ -11,7 +11,7 @@ from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.modules.sharded_weights import local_shard
+from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.distributed.ranks import Ranks
 
 _NO_GRADIENT = -1  # stands for the number of sparse dimensions, which is 0 for a dense gradient

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.distributed.lost_processes import is_about_lost_process
 
 _PR_SET_PDEATHSIG = 1

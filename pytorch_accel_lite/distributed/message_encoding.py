@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pytorch_accel_lite.base.machine.devices import await_processes
+from pytorch_accel_lite.base.machine import await_processes
 
 #: Unpickling a sparse tensor puts it on a private list of torch's, which keeps the tensor until it is validated.
 _release_sparse_tensors: Callable[[], None] = getattr(torch._utils, "_validate_loaded_sparse_tensors", lambda: None)  # noqa: SLF001

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from pytorch_accel_lite.base.values.tensor_bits import distinct_elements
+from pytorch_accel_lite.base.values import distinct_elements
 from pytorch_accel_lite.distributed.control_group import CAPACITY, ControlGroup, find_purpose
 from pytorch_accel_lite.distributed.errors_on_all_ranks import try_action, values_or_first_error
 from pytorch_accel_lite.distributed.message_encoding import decode, encode, leaves_device

@@ -34,7 +34,7 @@ def innermost_function(stack: Stack) -> str:
 def describe_call(stack: Stack) -> str:
     """Return the call in the user's code in which a thread is, with the line, and the innermost function in it.
 
-    For example ``in evaluate(), called by on_train_step_end of train.py:12 (sync of stop_coordinator.py:3)``.
+    For example ``in evaluate(), called by on_train_step_end of train.py:12 (sync of ending.py:3)``.
     """
     if any(frame.filename in AT_THE_END for frame in stack):
         return "at the end of its program"

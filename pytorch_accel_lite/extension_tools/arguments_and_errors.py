@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from pytorch_accel_lite.base.arguments.argument_checks import (
+from pytorch_accel_lite.base.arguments import (
+    arguments_of,
     check_bool,
     check_choice,
     check_dict,
@@ -18,18 +19,17 @@ from pytorch_accel_lite.base.arguments.argument_checks import (
     check_positive_int,
     check_positive_number,
     check_range,
+    checked_calls,
+    library_attributes,
     optional,
     refuse_class,
 )
-from pytorch_accel_lite.base.arguments.checked_calls import checked_calls
-from pytorch_accel_lite.base.arguments.constructor_calls import arguments_of, library_attributes
-from pytorch_accel_lite.base.arguments.paths import is_place, parse_location
-from pytorch_accel_lite.base.display.shown_errors import add_note, notes_of
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
-from pytorch_accel_lite.base.names.unknown_names import did_you_mean, events_meant, our_names
 from pytorch_accel_lite.base.optional_packages import install_command
+from pytorch_accel_lite.base.paths import is_place, parse_location
+from pytorch_accel_lite.base.unknown_names import did_you_mean, events_meant, our_names
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_in_this_package, is_overridden
+from pytorch_accel_lite.base.warnings_and_errors import add_note, notes_of, warn_outside
 
 __all__ = [
     "add_note", "arguments_of", "check_bool", "check_choice", "check_dict", "check_function", "check_int",

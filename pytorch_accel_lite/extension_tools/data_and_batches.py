@@ -8,27 +8,48 @@ import numbers
 import torch
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.display.reprs import short_repr
-from pytorch_accel_lite.base.machine.cpu_cores import cores_per_process
-from pytorch_accel_lite.base.random_generators.reachable_objects import is_a, nested_in, parts_held, reachable_from
-from pytorch_accel_lite.base.values.nested_data import parts_in, tensors_in
-from pytorch_accel_lite.data.batch_adapter import IGNORED_LABEL, TARGET_KEYS, first_label
-from pytorch_accel_lite.data.batch_size import infer_batch_size, is_as_long, is_packed
-from pytorch_accel_lite.data.batch_slices import WHAT_CAN_BE_SPLIT, is_list_of_samples, select_samples
-from pytorch_accel_lite.data.batches import Batch
-from pytorch_accel_lite.data.checked_outputs import check_items, complete_output, mean_that_counts
-from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, to_cpu
-from pytorch_accel_lite.data.dataloader_creation import DEFAULT_BATCH_SIZE, LoaderKwargs
-from pytorch_accel_lite.data.device_placement import to_device
+from pytorch_accel_lite.base.display import short_repr
+from pytorch_accel_lite.base.machine import cores_per_process
+from pytorch_accel_lite.base.random_generators import is_a, nested_in, parts_held, reachable_from
+from pytorch_accel_lite.base.values import parts_in, tensors_in
+from pytorch_accel_lite.data.batch_adapter import (
+    IGNORED_LABEL,
+    TARGET_KEYS,
+    LossShapeError,
+    first_label,
+    shapes_are_known,
+)
+from pytorch_accel_lite.data.batches import (
+    WHAT_CAN_BE_SPLIT,
+    Batch,
+    infer_batch_size,
+    is_as_long,
+    is_list_of_samples,
+    is_packed,
+    select_samples,
+    to_device,
+)
 from pytorch_accel_lite.data.loader_base import LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SequentialReader, is_loader_of_torch
-from pytorch_accel_lite.data.loss_functions import LossShapeError, shapes_are_known
+from pytorch_accel_lite.data.loader_creation import (
+    DEFAULT_BATCH_SIZE,
+    SEQUENTIAL_READER,
+    LoaderKwargs,
+    SequentialReader,
+    is_loader_of_torch,
+)
 from pytorch_accel_lite.data.map_loader import DATA_MARKS, MapLoader, Marks, marks_of
 from pytorch_accel_lite.data.named_datasets import check_are_named, sizes_of
+from pytorch_accel_lite.data.outputs import (
+    ListOfSamples,
+    check_items,
+    complete_output,
+    concatenate,
+    mean_that_counts,
+    to_cpu,
+)
 from pytorch_accel_lite.data.reading import add_missing_note, names_sample, reader_of
 from pytorch_accel_lite.data.sample_order import of_all_processes
-from pytorch_accel_lite.data.sampler_order_checks import PASS_OWN_SHARD, checksum_of_indices
-from pytorch_accel_lite.data.shares import share_bounds
+from pytorch_accel_lite.data.samplers import PASS_OWN_SHARD, checksum_of_indices
 from pytorch_accel_lite.data.sources import (
     BatchData,
     BatchOutput,
@@ -42,10 +63,11 @@ from pytorch_accel_lite.data.sources import (
     dataset_of,
     find_length,
 )
-from pytorch_accel_lite.data.steps_from_position import (
+from pytorch_accel_lite.data.steps_and_shares import (
     count_global_batches,
     early_end_error,
     grouped,
+    share_bounds,
     skip_samples,
     with_last,
 )

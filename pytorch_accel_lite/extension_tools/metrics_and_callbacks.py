@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from pytorch_accel_lite.base.display.escaping import escape_unprintable
+from pytorch_accel_lite.base.display import escape_unprintable
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.callbacks.default_callbacks import ADDED_TO_EACH_TRAINER, DEFAULTS, PROGRESS_BARS
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
@@ -19,11 +19,11 @@ from pytorch_accel_lite.data.batch_adapter import TARGET_KEYS
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.run.callback_handler import named_callbacks, set_own_listening
 from pytorch_accel_lite.run.events import EVENTS, Failure, Phase, Picture, events_between, keywords_of
+from pytorch_accel_lite.run.goodput import describe_fractions
+from pytorch_accel_lite.run.history import MetricValue, NewMetrics, count_values, shorten_to
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
-from pytorch_accel_lite.run.metrics.history import MetricValue, NewMetrics, count_values, shorten_to
-from pytorch_accel_lite.run.metrics.metric_checks import ExpectedMetrics
-from pytorch_accel_lite.run.metrics.metric_directions import best_first, improvement, is_loss
-from pytorch_accel_lite.run.run_parts.goodput import describe_fractions
+from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
+from pytorch_accel_lite.run.watched_metric import best_first, improvement, is_loss
 
 __all__ = [
     "ADDED_TO_EACH_TRAINER", "CountedRun", "DEFAULTS", "EVENTS", "ExpectedMetrics", "Failure", "Interval",

@@ -6,7 +6,7 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
-from pytorch_accel_lite.base.machine.devices import (
+from pytorch_accel_lite.base.machine import (
     AsyncCopy,
     accumulation_dtype,
     is_asynchronous,
@@ -14,21 +14,21 @@ from pytorch_accel_lite.base.machine.devices import (
     record_event,
     to_float,
 )
-from pytorch_accel_lite.base.modules.mixed_precision import mixed_precision
-from pytorch_accel_lite.base.modules.module_modes import (
+from pytorch_accel_lite.base.modules import (
+    are_sharded,
     evaluation_mode,
-    keep_in_eval,
-    preserving_modes,
-    release_from_eval,
-)
-from pytorch_accel_lite.base.modules.quantised_weights import (
     is_frozen_and_quantised,
     is_quantised_by,
+    keep_in_eval,
+    local_shard,
+    mixed_precision,
     plain_parts,
+    preserving_modes,
     quantised_entries,
+    release_from_eval,
+    reshard,
+    unwrap,
 )
-from pytorch_accel_lite.base.modules.sharded_weights import are_sharded, local_shard, reshard
-from pytorch_accel_lite.base.modules.unwrapping import unwrap
 from pytorch_accel_lite.base.types import ChosenModules
 
 __all__ = [

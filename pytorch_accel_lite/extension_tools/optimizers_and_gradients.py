@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.values.plain_values import to_number
+from pytorch_accel_lite.base.values import to_number
 from pytorch_accel_lite.distributed.gradient_sync import average_gradients, no_sync_within_window, sync_ddp_buffers
-from pytorch_accel_lite.loop.guards.optimizer_checks import not_optimized
+from pytorch_accel_lite.loop.guards.arguments_and_datasets import not_optimized
 from pytorch_accel_lite.optimizers.optimizer_parts import (
+    CreateScheduler,
+    TrainerOptimizer,
     group_names,
     is_created,
     optimized_parameters,
@@ -18,7 +20,6 @@ from pytorch_accel_lite.optimizers.optimizer_parts import (
     schedulers_in,
 )
 from pytorch_accel_lite.optimizers.optimizer_steps import needs_closure
-from pytorch_accel_lite.optimizers.optimizer_types import CreateScheduler, TrainerOptimizer
 from pytorch_accel_lite.optimizers.scheduled_options import (
     Options,
     ParamGroup,
@@ -28,18 +29,17 @@ from pytorch_accel_lite.optimizers.scheduled_options import (
     scheduled_options,
     set_option,
 )
+from pytorch_accel_lite.run.accumulation import Count, WindowCounts, as_weight
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.run_parts.accumulation import Count, WindowCounts, as_weight
-from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import (
+from pytorch_accel_lite.run.trained_objects import (
+    all_optimized_parameters,
     all_registered_objects,
     buffers_in,
+    evaluating_optimizers,
     other_modules,
     other_optimizers,
-)
-from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers, set_optimizer_modes
-from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import (
-    all_optimized_parameters,
     parameters_not_in_model,
+    set_optimizer_modes,
 )
 from pytorch_accel_lite.steps.clipping import clip_after_norm, total_norm
 

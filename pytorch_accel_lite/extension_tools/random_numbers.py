@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from pytorch_accel_lite.base.machine.deterministic_kernels import deterministic_kernels
-from pytorch_accel_lite.base.random_generators.generator_states import (
+from pytorch_accel_lite.base.machine import deterministic_kernels
+from pytorch_accel_lite.base.random_generators import (
+    RandomGenerator,
     capture_generators,
+    derive_seed,
+    draw_seed,
     find_held_generators,
+    generator_with,
     modules_with_generators,
     preserving_generators,
     restore_generator,
     restore_generators,
-    state_of_generator,
-)
-from pytorch_accel_lite.base.random_generators.reachable_objects import RandomGenerator
-from pytorch_accel_lite.base.random_generators.seeding import (
-    derive_seed,
-    draw_seed,
-    generator_with,
     seed_generators,
     seed_held_generators,
+    state_of_generator,
 )
 
 __all__ = [

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from pytorch_accel_lite.base.modules.sharded_weights import tensor_parallel_size
+from pytorch_accel_lite.base.modules import tensor_parallel_size
 from pytorch_accel_lite.loop.fit import prepare_training
-from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
-from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
-from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
+from pytorch_accel_lite.loop.guards.arguments_and_datasets import check_dataset, check_training
+from pytorch_accel_lite.loop.guards.epoch_checks import min_share_for_batch_norm
 from pytorch_accel_lite.loop.inference import inference, inference_run, unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import entering
+from pytorch_accel_lite.loop.loaders_and_lengths import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.model_setup import prepare_model, release_model
-from pytorch_accel_lite.loop.run_loaders import create_eval_loaders, create_train_loader
-from pytorch_accel_lite.loop.scheduler_creation import create_from_options
+from pytorch_accel_lite.loop.scheduling import create_from_options, step_after_update
 from pytorch_accel_lite.loop.snapshot import leaving_no_trace, preserving_attributes, replaced
 from pytorch_accel_lite.loop.training import loss_of, run_step
-from pytorch_accel_lite.run.error_notes_seam import add_error_notes, adding_error_notes
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.run_parts.run_data import DataArguments
-from pytorch_accel_lite.run.scheduler_stepping import step_after_update
+from pytorch_accel_lite.run.run_data import DataArguments
+from pytorch_accel_lite.run.run_seams import add_error_notes, adding_error_notes
 from pytorch_accel_lite.steps.step_choice import create_step
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.optimizers.optimizer_types import CreateScheduler
+from pytorch_accel_lite.optimizers.optimizer_parts import CreateScheduler
 from pytorch_accel_lite.optimizers.scheduled_options import layer_scales
 from pytorch_accel_lite.schedulers.placeholders import TrainerPlaceholderValues, Unresolved
 from pytorch_accel_lite.schedulers.schedule_arguments import NAMED_SCHEDULES, ScheduleName, resolve_names

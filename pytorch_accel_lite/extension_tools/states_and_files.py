@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.modules.unwrapping import without_compile
+from pytorch_accel_lite.base.modules import without_compile
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.checkpoint.disk.atomic_files import replacing
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
@@ -42,7 +42,7 @@ from pytorch_accel_lite.checkpoint.states.state_files import MODEL, open_state, 
 from pytorch_accel_lite.checkpoint.states.state_store import remove_old_states, state_name
 from pytorch_accel_lite.checkpoint.stores_by_url import open_store, store_of
 from pytorch_accel_lite.run.step_division import DIVISIONS
-from pytorch_accel_lite.run.trainer_parts.trained_objects import (
+from pytorch_accel_lite.run.trained_objects import (
     SavedBeside,
     buffers_beside_model,
     find_saved_beside,

@@ -13,13 +13,11 @@ import numpy.typing as npt
 import torch
 from tqdm import tqdm
 
-from pytorch_accel_lite.base.display.escaping import escape_unprintable
-from pytorch_accel_lite.base.display.formatting import format_metric, is_terminal, listed, wrapped
-from pytorch_accel_lite.base.display.reprs import short_repr
+from pytorch_accel_lite.base.display import escape_unprintable, format_metric, is_terminal, listed, short_repr, wrapped
 from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.base.values.plain_values import to_number
+from pytorch_accel_lite.base.values import to_number
 from pytorch_accel_lite.extension_tools.templates import Column, render
-from pytorch_accel_lite.run.metrics.history import PLOTS, CurvePlots
+from pytorch_accel_lite.run.history import PLOTS, CurvePlots
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

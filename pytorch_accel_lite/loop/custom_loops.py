@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.loop import training
-from pytorch_accel_lite.loop.guards.end_checks import warn_of_nonfinite_weights
+from pytorch_accel_lite.loop.guards.epoch_checks import warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.lifecycle import end_failed_run
-from pytorch_accel_lite.loop.run_loaders import loader_of_run
-from pytorch_accel_lite.run.ending.stop_errors import StopTrainingError
+from pytorch_accel_lite.loop.loaders_and_lengths import loader_of_run
+from pytorch_accel_lite.run.ending import StopTrainingError
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
 

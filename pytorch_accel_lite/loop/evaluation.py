@@ -12,31 +12,30 @@ from functools import partial
 
 from torch import nn
 
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
-from pytorch_accel_lite.base.modules.module_modes import preserving_modes
-from pytorch_accel_lite.base.random_generators.generator_states import preserving_generators
+from pytorch_accel_lite.base.modules import preserving_modes
+from pytorch_accel_lite.base.random_generators import preserving_generators
 from pytorch_accel_lite.base.user_code import is_overridden
+from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
-from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
-from pytorch_accel_lite.loop.guards.modes import call_start_event
+from pytorch_accel_lite.loop.guards.arguments_and_datasets import check_dataset
+from pytorch_accel_lite.loop.guards.epoch_checks import call_start_event
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import ending, entering
-from pytorch_accel_lite.loop.run_loaders import loader_of_run
+from pytorch_accel_lite.loop.loaders_and_lengths import loader_of_run
+from pytorch_accel_lite.loop.scheduling import step_within_epoch
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
-from pytorch_accel_lite.run.ending.stop_errors import StopTrainingError
-from pytorch_accel_lite.run.error_notes_seam import adding_error_notes
+from pytorch_accel_lite.run.ending import StopTrainingError
+from pytorch_accel_lite.run.history import MetricValue, RunHistory, count_values, counts_before_growth
 from pytorch_accel_lite.run.intervals import Interval
-from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory, count_values, counts_before_growth
+from pytorch_accel_lite.run.latest_records import EvaluationRecord
+from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.run_parts.latest_records import EvaluationRecord
-from pytorch_accel_lite.run.run_parts.progress import EpochPhase
-from pytorch_accel_lite.run.run_parts.run_data import DataArguments
-from pytorch_accel_lite.run.run_parts.skipped_batches import SKIPPED, SkippedBatches
-from pytorch_accel_lite.run.scheduler_stepping import step_within_epoch
+from pytorch_accel_lite.run.run_data import SKIPPED, DataArguments, SkippedBatches
+from pytorch_accel_lite.run.run_seams import adding_error_notes
 
 
 class EvaluationKind(Enum):

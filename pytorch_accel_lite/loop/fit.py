@@ -9,38 +9,39 @@ from functools import partial
 import torch
 from accelerate.utils import DistributedType
 
-from pytorch_accel_lite.base.arguments.argument_checks import refuse_class
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
-from pytorch_accel_lite.base.random_generators.generator_states import capture_generators, restore_generators
-from pytorch_accel_lite.base.random_generators.seeding import seed_run
+from pytorch_accel_lite.base.arguments import refuse_class
+from pytorch_accel_lite.base.random_generators import capture_generators, restore_generators, seed_run
 from pytorch_accel_lite.base.user_code import is_from_this_package, is_overridden
+from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.checkpoint.disk.locks import lock_path
 from pytorch_accel_lite.checkpoint.state_to_resume import find_state
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
 from pytorch_accel_lite.checkpoint.states.state_contents import check_history
-from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
+from pytorch_accel_lite.data.loader_creation import LoaderKwargs
 from pytorch_accel_lite.loop import custom_loops, training
-from pytorch_accel_lite.loop.guards.optimizer_checks import check_optimizers
+from pytorch_accel_lite.loop.guards.arguments_and_datasets import check_optimizers, check_training
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_ranks, settings_of_optimizer
-from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
 from pytorch_accel_lite.loop.inference import choose_inference_step
-from pytorch_accel_lite.loop.lengths_and_batch_sizes import create_config
 from pytorch_accel_lite.loop.lifecycle import entering, find_sharding
+from pytorch_accel_lite.loop.loaders_and_lengths import (
+    check_gives_batches,
+    create_config,
+    create_eval_loaders,
+    create_train_loader,
+)
 from pytorch_accel_lite.loop.model_setup import apply_model_options, prepare_model
 from pytorch_accel_lite.loop.resuming import begin_resuming
-from pytorch_accel_lite.loop.run_loaders import check_gives_batches, create_eval_loaders, create_train_loader
-from pytorch_accel_lite.loop.scheduler_creation import begin_schedule
+from pytorch_accel_lite.loop.scheduling import begin_schedule
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients, forget_unscaled
-from pytorch_accel_lite.run.ending.signals import ending_at_signals, exit_after_signal
-from pytorch_accel_lite.run.ending.stop_errors import RunInterruptedError
-from pytorch_accel_lite.run.metrics.history import InMemoryRunHistory
+from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
+from pytorch_accel_lite.run.ending import RunInterruptedError, ending_at_signals, exit_after_signal
+from pytorch_accel_lite.run.history import InMemoryRunHistory
+from pytorch_accel_lite.run.latest_records import TrainingRecord
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
-from pytorch_accel_lite.run.run_parts.accumulation import Accumulation, GradientWindow
-from pytorch_accel_lite.run.run_parts.latest_records import TrainingRecord
-from pytorch_accel_lite.run.run_parts.run_data import DataArguments
+from pytorch_accel_lite.run.run_data import DataArguments
+from pytorch_accel_lite.run.run_seams import RUN_CHECKS
 
 
 def fit(

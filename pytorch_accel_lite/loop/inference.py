@@ -10,26 +10,22 @@ from typing import TypeAlias
 
 import torch
 
-from pytorch_accel_lite.base.modules.mixed_precision import in_mixed_precision
-from pytorch_accel_lite.base.modules.sharded_weights import reshard
-from pytorch_accel_lite.base.modules.unwrapping import unwrap
-from pytorch_accel_lite.base.random_generators.generator_states import preserving_generators
+from pytorch_accel_lite.base.modules import in_mixed_precision, reshard, unwrap
+from pytorch_accel_lite.base.random_generators import preserving_generators
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.checked_outputs import complete_output
+from pytorch_accel_lite.data.outputs import complete_output
 from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.loop.guards.modes import restoring_mode_between_batches
-from pytorch_accel_lite.loop.lengths_and_batch_sizes import create_config
+from pytorch_accel_lite.loop.guards.epoch_checks import restoring_mode_between_batches
 from pytorch_accel_lite.loop.lifecycle import entering
+from pytorch_accel_lite.loop.loaders_and_lengths import create_config, create_eval_loaders
 from pytorch_accel_lite.loop.model_setup import prepare_model
-from pytorch_accel_lite.loop.run_loaders import create_eval_loaders
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import InferenceStep, Run, TrainerLike
-from pytorch_accel_lite.run.run_parts.run_data import DataArguments
-from pytorch_accel_lite.run.run_parts.skipped_batches import SkippedBatches
-from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers
+from pytorch_accel_lite.run.run_data import DataArguments, SkippedBatches
+from pytorch_accel_lite.run.trained_objects import evaluating_optimizers
 
 #: A step method, which returns its output for a batch.
 Compute: TypeAlias = Callable[[BatchData], Tree]

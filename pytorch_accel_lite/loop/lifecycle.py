@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Literal
 
-from pytorch_accel_lite.base.display.formatting import wrapped
-from pytorch_accel_lite.base.machine.deterministic_kernels import deterministic_kernels
-from pytorch_accel_lite.base.modules.sharded_weights import tensor_parallel_size
+from pytorch_accel_lite.base.display import wrapped
+from pytorch_accel_lite.base.machine import deterministic_kernels
+from pytorch_accel_lite.base.modules import tensor_parallel_size
 from pytorch_accel_lite.distributed import shutdown
 from pytorch_accel_lite.distributed.accelerator import in_effect
 from pytorch_accel_lite.distributed.job_observers_seam import observed
@@ -19,10 +19,10 @@ from pytorch_accel_lite.loop.gather_for_metrics import gathering_uneven_batches
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_call
 from pytorch_accel_lite.loop.model_setup import check_model_has_values, release_model
 from pytorch_accel_lite.optimizers.scheduled_options import note_initial_options, note_options
-from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, StopTrainingError
-from pytorch_accel_lite.run.error_notes_seam import add_error_notes
+from pytorch_accel_lite.run.ending import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.run.run import SHARDING, Run, Sharding, TrainerLike
-from pytorch_accel_lite.run.trainer_parts.optimizer_modes import set_optimizer_modes
+from pytorch_accel_lite.run.run_seams import add_error_notes
+from pytorch_accel_lite.run.trained_objects import set_optimizer_modes
 
 
 @contextmanager

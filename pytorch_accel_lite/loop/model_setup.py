@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.display.formatting import listed
+from pytorch_accel_lite.base.display import listed
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
-from pytorch_accel_lite.base.modules.quantised_weights import keep_as_they_are, trained_and_quantised
+from pytorch_accel_lite.base.modules import keep_as_they_are, trained_and_quantised
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.checkpoint.models.model_forms import is_of_peft
 from pytorch_accel_lite.data.batch_adapter import BatchAdapter
+from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.run import CompiledForwardLike, TrainerLike
-from pytorch_accel_lite.run.trainer_parts.prepared_model import PreparedModel
 
 #: Functions with which extensions change a model in place, by trainer argument. Each function is called with the
 #: trainer and the value, and returns a text to print.

@@ -13,25 +13,25 @@ import numpy as np
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.random_generators.generator_states import (
+from pytorch_accel_lite.base.random_generators import (
     capture_generators,
+    is_generator,
     restore_generator,
     restore_generators,
     state_of_generator,
 )
-from pytorch_accel_lite.base.random_generators.reachable_objects import is_generator
 from pytorch_accel_lite.base.types import HasStateDict
-from pytorch_accel_lite.base.values.tensor_bits import distinct_elements
+from pytorch_accel_lite.base.values import distinct_elements
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
-from pytorch_accel_lite.optimizers.optimizer_states import load_state_of
-from pytorch_accel_lite.run.metrics.history import count_values, shorten_to
+from pytorch_accel_lite.optimizers.optimizer_steps import load_state_of
+from pytorch_accel_lite.run.history import count_values, shorten_to
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import (
+from pytorch_accel_lite.run.trained_objects import (
     all_registered_objects,
     other_modules,
     other_optimizers,
+    trained_objects,
 )
-from pytorch_accel_lite.run.trainer_parts.trained_objects import trained_objects
 
 _MOST_ELEMENTS = 64  # of a container whose elements are kept, too
 

@@ -10,19 +10,24 @@ from functools import partial
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.modules.mixed_precision import mixed_precision
+from pytorch_accel_lite.base.modules import mixed_precision
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.data import Batch, ShardedLoader
-from pytorch_accel_lite.data.checked_outputs import total_loss
+from pytorch_accel_lite.data.outputs import total_loss
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed.gradient_sync import no_sync_within_window, sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import EvaluationKind, begin_evaluations, evaluate_all, evaluate_if_due
-from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
-from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, steps_of_stream, warn_of_nonfinite_weights
-from pytorch_accel_lite.loop.guards.modes import call_start_event, check_global_modes, restoring_mode_between_batches
-from pytorch_accel_lite.loop.guards.optimizer_checks import check_optimizers
-from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
-from pytorch_accel_lite.loop.guards.schedule_checks import warn_of_left_schedule
+from pytorch_accel_lite.loop.guards.arguments_and_datasets import check_optimizers
+from pytorch_accel_lite.loop.guards.epoch_checks import (
+    call_start_event,
+    check_global_modes,
+    check_num_steps,
+    min_share_for_batch_norm,
+    restoring_mode_between_batches,
+    steps_of_stream,
+    warn_of_nonfinite_weights,
+)
+from pytorch_accel_lite.loop.guards.same_on_all_ranks import note_missing_gradients
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.resuming import (
     end_resuming,
@@ -31,13 +36,12 @@ from pytorch_accel_lite.loop.resuming import (
     print_state_contents,
     resumed_run_is_over,
 )
+from pytorch_accel_lite.loop.scheduling import warn_of_left_schedule
 from pytorch_accel_lite.loop.snapshot import leaving_no_trace
-from pytorch_accel_lite.run.error_notes_seam import adding_error_notes
+from pytorch_accel_lite.run.progress import EpochPhase, GlobalModes
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
-from pytorch_accel_lite.run.run_parts.loop_state import GlobalModes
-from pytorch_accel_lite.run.run_parts.progress import EpochPhase
-from pytorch_accel_lite.run.trainer_parts.optimizer_modes import set_optimizer_modes
+from pytorch_accel_lite.run.run_seams import RUN_CHECKS, adding_error_notes
+from pytorch_accel_lite.run.trained_objects import set_optimizer_modes
 
 
 def begin_training(trainer: TrainerLike, run: Run) -> None:

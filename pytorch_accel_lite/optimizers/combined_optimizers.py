@@ -11,13 +11,15 @@ from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.optimizers.optimizer_parts import (
+    CreateScheduler,
     NamedParts,
+    SchedulerLike,
+    TrainerOptimizer,
     follows_metric,
     optimized_parameters,
     parts_of_optimizer,
 )
 from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients, set_mode, take_step
-from pytorch_accel_lite.optimizers.optimizer_types import CreateScheduler, SchedulerLike, TrainerOptimizer
 from pytorch_accel_lite.optimizers.scheduled_options import ParamGroup
 
 

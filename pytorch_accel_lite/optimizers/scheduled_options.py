@@ -12,9 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.values.plain_values import to_number
-from pytorch_accel_lite.optimizers.optimizer_parts import parts_of_optimizer
-from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
+from pytorch_accel_lite.base.values import to_number
+from pytorch_accel_lite.optimizers.optimizer_parts import TrainerOptimizer, parts_of_optimizer
 
 # Options that torch's schedules change in parameter groups. Schedulers store initial values there, as "initial_lr".
 _SCHEDULED = ("lr", "momentum", "betas")

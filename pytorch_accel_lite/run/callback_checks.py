@@ -1,13 +1,15 @@
-"""Checks of callbacks when they are added: that they are constructed, and that events can call their methods."""
+"""Checks of callbacks: that they are constructed and can be called when they are added, and change no loss too late."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import update_wrapper
 
-from pytorch_accel_lite.base.arguments.constructor_calls import IS_CONSTRUCTED
+from pytorch_accel_lite.base.arguments import IS_CONSTRUCTED
 from pytorch_accel_lite.base.user_code import is_from_this_package
-from pytorch_accel_lite.run.events import EVENTS, TrainerCallback, keywords_of
+from pytorch_accel_lite.data.sources import BatchOutput
+from pytorch_accel_lite.run.events import EVENTS, TrainerCallback, events_between, keywords_of
 
 
 def create_callback(callback: type[TrainerCallback]) -> TrainerCallback:
@@ -84,3 +86,45 @@ def check_call(
         raise TypeError(
             f"{owner}.{name}{signature} does not accept the event's arguments: {error}. Write: def {name}({wanted})"
         ) from None
+
+
+#: Events after the backward pass, where a change of the loss would have no effect. In pytorch-accelerated,
+#: ``on_train_step_end`` fires before the backward pass.
+AFTER_BACKWARD = tuple(
+    event for event in events_between("on_backward_start", "on_train_epoch_end") if "batch_output" in keywords_of(event)
+)
+
+
+class AfterBackward:
+    """A listener to an event after the backward pass, when it is too late to change the loss."""
+
+    def __init__(self, listener: Callable[..., object], event: str) -> None:
+        update_wrapper(self, listener)  # for inspect.signature(), and for code that looks for the owner
+        self.__wrapped__ = listener
+        self.__self__ = getattr(listener, "__self__", listener)
+        self._event = event
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        """Call the listener.
+
+        Raises:
+            RuntimeError: if it changes the loss
+        """
+        output: BatchOutput = kwargs.get("batch_output") or {}  # type: ignore[assignment]
+        loss = output.get("loss")
+        version = getattr(loss, "_version", 0)
+        self.__wrapped__(*args, **kwargs)
+        if loss is not None and _is_another_loss(loss, version, output.get("loss")):
+            raise RuntimeError(
+                f"{type(self.__self__).__name__}.{self._event} changes batch_output['loss'], but the gradients have "
+                "been computed already. Change it in on_backward_start, which is called with the same arguments before "
+                "the backward pass."
+            )
+
+
+def _is_another_loss(loss: object, version: int, after: object) -> bool:
+    """Whether a loss was changed in place, or replaced; a replacement without a graph is only for display."""
+    if after is loss:
+        return bool(getattr(loss, "_version", 0) != version)
+    needs_gradients = getattr(after, "requires_grad", None)
+    return needs_gradients is not None and (needs_gradients or not getattr(loss, "requires_grad", False))

@@ -8,12 +8,18 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pytorch_accel_lite.base.display.shown_errors import add_note
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_overridden
-from pytorch_accel_lite.run.callback_checks import check_call, check_constructed, check_methods, create_callback
-from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, RunPausedError, StopTrainingError
+from pytorch_accel_lite.base.warnings_and_errors import add_note
+from pytorch_accel_lite.run.callback_checks import (
+    AFTER_BACKWARD,
+    AfterBackward,
+    check_call,
+    check_constructed,
+    check_methods,
+    create_callback,
+)
+from pytorch_accel_lite.run.ending import NonFiniteLossError, RunPausedError, StopTrainingError
 from pytorch_accel_lite.run.events import EVENTS, TrainerCallback
-from pytorch_accel_lite.run.late_loss_changes import AFTER_BACKWARD, AfterBackward
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run.request_and_config import RunRequest

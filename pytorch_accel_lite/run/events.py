@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from pytorch_accel_lite.base.arguments.constructor_calls import constructor_arguments, remember_arguments
-from pytorch_accel_lite.base.display.reprs import constructor_call
+from pytorch_accel_lite.base.arguments import constructor_arguments, remember_arguments
+from pytorch_accel_lite.base.display import constructor_call
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, Index
 

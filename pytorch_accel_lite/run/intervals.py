@@ -8,14 +8,14 @@ import re
 from fractions import Fraction
 from typing import Protocol
 
-from pytorch_accel_lite.base.display.reprs import short_repr
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
-from pytorch_accel_lite.base.names.unknown_names import did_you_mean
+from pytorch_accel_lite.base.display import short_repr
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.unknown_names import did_you_mean
+from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
-from pytorch_accel_lite.run.run_parts.progress import Progress
-from pytorch_accel_lite.run.run_parts.run_data import RunData
+from pytorch_accel_lite.run.run_data import RunData
 
 
 class CountedRun(Protocol):

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol, runtime_checkable
 
-from pytorch_accel_lite.base.display.reprs import call_repr
-from pytorch_accel_lite.base.values.plain_values import to_number
-from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
-from pytorch_accel_lite.run.metrics.metric_checks import ExpectedMetrics
+from pytorch_accel_lite.base.display import call_repr
+from pytorch_accel_lite.base.values import to_number
+from pytorch_accel_lite.data.loader_creation import LoaderKwargs
+from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
 from pytorch_accel_lite.run.read_state import TrainingState
 
 

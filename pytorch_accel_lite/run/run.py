@@ -18,39 +18,36 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pytorch_accel_lite.base.arguments.paths import PathOrFile, StrPath
-from pytorch_accel_lite.base.display.formatting import listed
+from pytorch_accel_lite.base.display import listed
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
+from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.base.weak_sets import TransientSet
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
-from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
-from pytorch_accel_lite.data.loss_functions import LossFunction
+from pytorch_accel_lite.data.batch_adapter import LossFunction
+from pytorch_accel_lite.data.loader_creation import LoaderKwargs
 from pytorch_accel_lite.data.named_datasets import NamedDatasets
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, find_length
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerOptimizer, TrainerScheduler
+from pytorch_accel_lite.optimizers.optimizer_parts import SchedulerFactory, TrainerOptimizer, TrainerScheduler
 from pytorch_accel_lite.optimizers.scheduled_options import Options
+from pytorch_accel_lite.run.accumulation import Accumulation, Count, GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
-from pytorch_accel_lite.run.ending.run_end import RunEnd
-from pytorch_accel_lite.run.ending.stop_coordinator import StopCoordinator
+from pytorch_accel_lite.run.ending import RunEnd, StopCoordinator
 from pytorch_accel_lite.run.events import Phase
+from pytorch_accel_lite.run.goodput import Goodput
+from pytorch_accel_lite.run.history import MetricValue, RunHistory, counts_before_growth
 from pytorch_accel_lite.run.intervals import Interval
-from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory, counts_before_growth
-from pytorch_accel_lite.run.metrics.losses import LossTrackers
+from pytorch_accel_lite.run.latest_records import LatestRecords
+from pytorch_accel_lite.run.losses import LossTrackers
+from pytorch_accel_lite.run.prepared_model import PreparedModel
+from pytorch_accel_lite.run.progress import EpochPhase, LoopState, Progress
 from pytorch_accel_lite.run.read_state import TrainingState
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
-from pytorch_accel_lite.run.run_parts.accumulation import Accumulation, Count, GradientWindow
-from pytorch_accel_lite.run.run_parts.goodput import Goodput
-from pytorch_accel_lite.run.run_parts.latest_records import LatestRecords
-from pytorch_accel_lite.run.run_parts.loop_state import LoopState
-from pytorch_accel_lite.run.run_parts.progress import EpochPhase, Progress
-from pytorch_accel_lite.run.run_parts.run_data import RunData
-from pytorch_accel_lite.run.run_parts.skipped_batches import SkippedBatches
+from pytorch_accel_lite.run.run_data import RunData, SkippedBatches
 from pytorch_accel_lite.run.step_division import Division
-from pytorch_accel_lite.run.trainer_parts.prepared_model import PreparedModel
 
 T = TypeVar("T")
 

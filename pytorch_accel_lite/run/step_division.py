@@ -10,12 +10,12 @@ import torch
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data.batches import Batch
-from pytorch_accel_lite.data.shares import Shares
 from pytorch_accel_lite.data.sources import BatchOutput
+from pytorch_accel_lite.data.steps_and_shares import Shares
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.extension_names import ARGUMENTS
-from pytorch_accel_lite.run.metrics.history import MetricValue
-from pytorch_accel_lite.run.metrics.losses import LossTrackers
+from pytorch_accel_lite.run.history import MetricValue
+from pytorch_accel_lite.run.losses import LossTrackers
 from pytorch_accel_lite.run.read_state import TrainingState
 
 

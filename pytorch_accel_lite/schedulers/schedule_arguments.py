@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
-from pytorch_accel_lite.base.names.unknown_names import did_you_mean
 from pytorch_accel_lite.base.slots import Slot
-from pytorch_accel_lite.optimizers.optimizer_types import CreateScheduler, SchedulerFactory
+from pytorch_accel_lite.base.unknown_names import did_you_mean
+from pytorch_accel_lite.optimizers.optimizer_parts import CreateScheduler, SchedulerFactory
 
 #: The names that ``train(create_scheduler_fn=...)`` takes: ``"constant"``, ``"linear"``, ``"cosine"``, ``"wsd"``.
 ScheduleName = Literal["constant", "linear", "cosine", "wsd"]

@@ -12,13 +12,13 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.amp.grad_scaler import OptState
 
-from pytorch_accel_lite.base.modules.sharded_weights import are_sharded, local_shard
+from pytorch_accel_lite.base.modules import are_sharded, local_shard
 from pytorch_accel_lite.distributed.accelerator import replacing_method
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.optimizers.optimizer_steps import states_of_scaler
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import ClippingOrder, Run, TrainerLike
-from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import updated_parameters
+from pytorch_accel_lite.run.trained_objects import updated_parameters
 
 #: Returns the total norm of gradients.
 NormFunction: TypeAlias = Callable[[Iterable[torch.Tensor]], torch.Tensor]

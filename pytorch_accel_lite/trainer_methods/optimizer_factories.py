@@ -10,12 +10,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.display.reprs import short_repr
+from pytorch_accel_lite.base.display import short_repr
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.models.optimizer_state_loading import load_optimizer_state
 from pytorch_accel_lite.optimizers.combined_optimizers import combine
-from pytorch_accel_lite.optimizers.optimizer_parts import is_created
-from pytorch_accel_lite.optimizers.optimizer_types import OptimizerFactory, Optimizers, TrainerOptimizer
+from pytorch_accel_lite.optimizers.optimizer_parts import OptimizerFactory, Optimizers, TrainerOptimizer, is_created
 
 
 class DeferredOptimizer:

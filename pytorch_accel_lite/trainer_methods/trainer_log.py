@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.run_parts.accumulation import Count
 
 
 def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Count | None = None) -> None:

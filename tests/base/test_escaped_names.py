@@ -10,8 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pytorch_accel_lite import callbacks
-from pytorch_accel_lite.base.display.escaping import escape_unprintable
-from pytorch_accel_lite.base.display.formatting import format_metric
+from pytorch_accel_lite.base.display import escape_unprintable, format_metric
 from pytorch_accel_lite.callbacks import LogMetricsCallback
 from pytorch_accel_lite.utils import as_cell, from_cell
 from tests.small_models import listener, make_trainer, train

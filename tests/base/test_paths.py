@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pytorch_accel_lite import callbacks
-from pytorch_accel_lite.base.arguments.paths import as_file_name, is_place
+from pytorch_accel_lite.base.paths import as_file_name, is_place
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import verify_state
 from tests.small_models import make_trainer, train

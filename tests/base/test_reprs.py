@@ -19,7 +19,7 @@ from torchmetrics import MeanSquaredError
 
 import pytorch_accel_lite.callbacks as shipped
 from pytorch_accel_lite import InMemoryRunHistory, LossTracker, RunHistory, Trainer, TrainerCallback
-from pytorch_accel_lite.base.names.trainer_help import AttributeElsewhere
+from pytorch_accel_lite.base.trainer_names import AttributeElsewhere
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,

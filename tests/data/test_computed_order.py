@@ -12,8 +12,8 @@ from torch.utils.data import RandomSampler
 from benchmarks.order import by_trainer, measured
 from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.data import sample_order
-from pytorch_accel_lite.data.computed_order import ComputedOrder
-from pytorch_accel_lite.data.steps_from_position import indices_at
+from pytorch_accel_lite.data.sample_order import ComputedOrder
+from pytorch_accel_lite.data.steps_and_shares import indices_at
 from tests.ranks import world_size
 from tests.small_models import Rows, adamw_trainer, float64_data, float64_model, listener
 

@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import shard
-from pytorch_accel_lite.data.dataloader_creation import default_num_workers
+from pytorch_accel_lite.data.loader_creation import default_num_workers
 from pytorch_accel_lite.data.reading import tensors_in_memory
 from pytorch_accel_lite.extension_tools.data_and_batches import list_samples
 from tests.datasets import Batched, Noisy, Order

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.data import OwnShard, shard
-from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER
+from pytorch_accel_lite.data.loader_creation import SEQUENTIAL_READER
 from tests.loaders import numbers, rank_of
 from tests.ranks import OrderedStream
 from tests.small_models import make_data, make_trainer, train

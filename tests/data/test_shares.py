@@ -20,8 +20,7 @@ from torch.utils.data import (
 )
 
 from pytorch_accel_lite.data import shard
-from pytorch_accel_lite.data.shares import share_bounds
-from pytorch_accel_lite.data.steps_from_position import count_global_batches, global_batches
+from pytorch_accel_lite.data.steps_and_shares import count_global_batches, global_batches, share_bounds
 from tests.loaders import numbers, rank_of, read, read_from, samples
 from tests.ranks import Recorder
 from tests.ranks import rank as own_rank

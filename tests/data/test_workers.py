@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, StackDataset, Subset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.data import OwnShard
-from pytorch_accel_lite.data.dataloader_creation import default_num_workers
+from pytorch_accel_lite.data.loader_creation import default_num_workers
 from pytorch_accel_lite.extension_tools.data_and_batches import DATA_MARKS
 from tests.datasets import Batched
 from tests.launching import run_code, some_of

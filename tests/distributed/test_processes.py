@@ -27,7 +27,7 @@ from torch.distributed._functional_collectives import all_reduce
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import verify_state
-from pytorch_accel_lite.data.concatenation import to_cpu
+from pytorch_accel_lite.data.outputs import to_cpu
 from pytorch_accel_lite.distributed.ranks import timeout_of
 from tests.launching import (
     SOAK,

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.base.random_generators.seeding import derive_seed
+from pytorch_accel_lite.base.random_generators import derive_seed
 from tests.ranks import Recorder
 from tests.shared_trainings import schedule, tokens, uneven_batches
 from tests.small_models import (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pytorch_accel_lite import CallbackHandler, Trainer, TrainerCallback
-from pytorch_accel_lite.base.names.unknown_names import OTHER_LIBRARIES
+from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallback
 from tests.recorded_events import fired, recording_callback
 from tests.small_models import listener, make_trainer, train

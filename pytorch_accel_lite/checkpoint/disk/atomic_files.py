@@ -18,8 +18,8 @@ from typing import IO
 
 import safetensors.torch
 
-from pytorch_accel_lite.base.arguments.paths import StrPath
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.paths import StrPath
+from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 
 _LONGEST_NAME = 230  # bytes; file systems allow 255, and hidden names are longer
 _SECONDS_UNTIL_STALE = 600  # a process that is still writing a temporary file has modified it more recently

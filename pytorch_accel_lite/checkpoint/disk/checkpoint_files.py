@@ -13,8 +13,8 @@ from typing import IO
 import safetensors.torch
 import torch
 
-from pytorch_accel_lite.base.arguments.paths import PathOrFile, check_open_file, local_path, name_of
-from pytorch_accel_lite.base.display.reprs import short_repr
+from pytorch_accel_lite.base.display import short_repr
+from pytorch_accel_lite.base.paths import PathOrFile, check_open_file, local_path, name_of
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.checkpoint.disk.atomic_files import naming_file, replacing
 from pytorch_accel_lite.checkpoint.disk.checksums import verify, verify_content

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
-from pytorch_accel_lite.base.machine.cpu_cores import available_cores
+from pytorch_accel_lite.base.machine import available_cores
 
 #: Number of bytes that are hashed at once. This is part of the format: another size gives other checksums.
 PIECE = 8 << 20

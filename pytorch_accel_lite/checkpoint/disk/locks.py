@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from pytorch_accel_lite.base.display.shown_errors import add_note
+from pytorch_accel_lite.base.warnings_and_errors import add_note
 from pytorch_accel_lite.checkpoint.disk.atomic_files import hidden_name, no_link, try_lock
 
 _OF_A_LOCK = re.compile(rb"[\d\s\0]{0,64}")

@@ -10,7 +10,7 @@ from typing import IO, Any
 import safetensors.torch
 import torch
 
-from pytorch_accel_lite.base.arguments.paths import StrPath, name_of
+from pytorch_accel_lite.base.paths import StrPath, name_of
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.checkpoint.disk.atomic_files import naming_file
 from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, sealed

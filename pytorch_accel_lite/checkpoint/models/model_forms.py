@@ -14,9 +14,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.checkpoint.disk.atomic_files import naming_file, replacing
 from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, seal
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors, write_tensors

@@ -10,9 +10,13 @@ from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.models.weights import sharded_like
-from pytorch_accel_lite.optimizers.optimizer_parts import is_created, optimized_parameters, step_modules
-from pytorch_accel_lite.optimizers.optimizer_states import load_keeping_types
-from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
+from pytorch_accel_lite.optimizers.optimizer_parts import (
+    TrainerOptimizer,
+    is_created,
+    optimized_parameters,
+    step_modules,
+)
+from pytorch_accel_lite.optimizers.optimizer_steps import load_keeping_types
 from pytorch_accel_lite.optimizers.scheduled_options import note_options
 
 #: The entries of the states of torch's optimizers that have the shape of the parameter, unlike steps.

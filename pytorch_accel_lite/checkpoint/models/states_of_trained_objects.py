@@ -12,19 +12,17 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from pytorch_accel_lite.base.arguments.paths import StrPath
-from pytorch_accel_lite.base.display.shown_errors import add_note
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
+from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
+from pytorch_accel_lite.base.warnings_and_errors import add_note, warn_outside
 from pytorch_accel_lite.checkpoint.models.optimizer_state_loading import load_optimizer_state
 from pytorch_accel_lite.checkpoint.models.trainability import lacks_groups
 from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, full_state_dict, model_state, sharded_like
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
-from pytorch_accel_lite.optimizers.optimizer_states import load_state_of
+from pytorch_accel_lite.optimizers.optimizer_steps import load_state_of
 from pytorch_accel_lite.optimizers.scheduled_options import note_options, noted_options
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_modules
-from pytorch_accel_lite.run.trainer_parts.trained_objects import learned_by_loss, loose_parameters, trained_objects
+from pytorch_accel_lite.run.trained_objects import learned_by_loss, loose_parameters, other_modules, trained_objects
 
 #: An object that is saved with a trainer. The state of a tensor is the tensor itself.
 Owner: TypeAlias = HasStateDict | torch.Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from pytorch_accel_lite.base.modules.sharded_weights import PLAIN_JOBS
+from pytorch_accel_lite.base.modules import PLAIN_JOBS
 
 
 def check_states_are_possible(accelerator: Accelerator) -> None:

@@ -9,16 +9,19 @@ from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
-from pytorch_accel_lite.base.display.formatting import listed
-from pytorch_accel_lite.base.modules.module_modes import keep_in_eval, release_from_eval, stays_in_eval
-from pytorch_accel_lite.base.modules.unwrapping import without_compile
+from pytorch_accel_lite.base.display import listed
+from pytorch_accel_lite.base.modules import keep_in_eval, release_from_eval, stays_in_eval, without_compile
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.disk.shards import is_sharded_tensor
 from pytorch_accel_lite.checkpoint.models.weights import sharded_like
-from pytorch_accel_lite.optimizers.optimizer_parts import is_created, optimized_parameters, single_optimizers
-from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
+from pytorch_accel_lite.optimizers.optimizer_parts import (
+    TrainerOptimizer,
+    is_created,
+    optimized_parameters,
+    single_optimizers,
+)
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import other_modules, other_optimizers
+from pytorch_accel_lite.run.trained_objects import other_modules, other_optimizers
 
 
 def trainability(trainer: TrainerLike) -> dict[str, dict[str, bool]]:

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pytorch_accel_lite.base.display.formatting import listed
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
-from pytorch_accel_lite.base.modules.unwrapping import without_compile
+from pytorch_accel_lite.base.display import listed
+from pytorch_accel_lite.base.modules import without_compile
 from pytorch_accel_lite.base.types import JsonObject, Keys, StateDict, Tree
+from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import checkpoint_of
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors

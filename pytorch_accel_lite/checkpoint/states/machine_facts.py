@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.machine.deterministic_kernels import deterministic_kernels, kernel_settings
+from pytorch_accel_lite.base.machine import deterministic_kernels, kernel_settings
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.step_division import numbers_of_shares

@@ -13,12 +13,12 @@ from typing import TypeGuard, TypeVar
 import accelerate
 import torch
 
-from pytorch_accel_lite.base.arguments.paths import StrPath
-from pytorch_accel_lite.base.display.reprs import short_repr
+from pytorch_accel_lite.base.display import short_repr
+from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.disk.atomic_files import hidden_name
 from pytorch_accel_lite.checkpoint.disk.checksums import CHECKSUM, checksum, hash_files
-from pytorch_accel_lite.run.run_parts.progress import Progress
+from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.step_division import DIVISIONS
 
 T = TypeVar("T")

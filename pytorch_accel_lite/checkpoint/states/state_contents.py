@@ -12,12 +12,16 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from pytorch_accel_lite.base.display.formatting import listed
-from pytorch_accel_lite.base.display.user_warnings import warn_outside
-from pytorch_accel_lite.base.modules.unwrapping import without_compile
-from pytorch_accel_lite.base.random_generators.generator_states import capture_generators, restore_generators
-from pytorch_accel_lite.base.random_generators.seeding import derive_seed, seed_generators
+from pytorch_accel_lite.base.display import listed
+from pytorch_accel_lite.base.modules import without_compile
+from pytorch_accel_lite.base.random_generators import (
+    capture_generators,
+    derive_seed,
+    restore_generators,
+    seed_generators,
+)
 from pytorch_accel_lite.base.types import HasStateDict, Keys, StateDict, Tree
+from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import LEFT_OUT
 from pytorch_accel_lite.checkpoint.disk.extracted_tensors import extract_tensors
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import fits_safetensors, untie
@@ -56,13 +60,12 @@ from pytorch_accel_lite.checkpoint.states.state_files import (
 from pytorch_accel_lite.optimizers.optimizer_parts import group_names, single_optimizers, state_class_names
 from pytorch_accel_lite.optimizers.scheduled_options import Options, set_options
 from pytorch_accel_lite.run.callback_handler import callbacks_with
+from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.read_state import TrainingState
 from pytorch_accel_lite.run.request_and_config import DatedStateSource
 from pytorch_accel_lite.run.run import Step, TrainerLike
-from pytorch_accel_lite.run.run_parts.progress import EpochPhase
 from pytorch_accel_lite.run.step_division import Division, numbers_of_shares
-from pytorch_accel_lite.run.trainer_parts.objects_in_attributes import all_registered_objects
-from pytorch_accel_lite.run.trainer_parts.trained_objects import saved_optimizers
+from pytorch_accel_lite.run.trained_objects import all_registered_objects, saved_optimizers
 
 # A training state has the weights, what all ranks share (``_collect_shared``) and what each has of its own
 # (``_collect_local``). restore_before_start restores what it can before the starting events of the resumed run, and

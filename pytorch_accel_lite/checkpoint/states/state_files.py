@@ -19,9 +19,8 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from pytorch_accel_lite.base.arguments.paths import StrPath
-from pytorch_accel_lite.base.display.formatting import listed
-from pytorch_accel_lite.base.display.reprs import short_repr
+from pytorch_accel_lite.base.display import listed, short_repr
+from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.base.types import JsonObject, Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.disk.atomic_files import check_fences, hidden_name, naming_file, remove, sync
 from pytorch_accel_lite.checkpoint.disk.background_writer import HostMemory

@@ -7,7 +7,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytorch_accel_lite.base.display.escaping import escape_unprintable
+from pytorch_accel_lite.base.display import escape_unprintable
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -5,11 +5,15 @@ Nothing changes how a run trains.
 
 from pytorch_accel_lite.extending import RUN_CHECKS
 from pytorch_accel_lite.extensions.common_mistakes.first_batch import warn_of_loss
-from pytorch_accel_lite.extensions.common_mistakes.ineffective_assignments import warn_of_assignments
-from pytorch_accel_lite.extensions.common_mistakes.ineffective_rates import check_rates
-from pytorch_accel_lite.extensions.common_mistakes.misspelt_methods import warn_of_misspelt_methods
-from pytorch_accel_lite.extensions.common_mistakes.unknown_events import warn_of_unknown_events
-from pytorch_accel_lite.extensions.common_mistakes.untrained_parameters import warn_of_untrained_parameters
+from pytorch_accel_lite.extensions.common_mistakes.misspelt_names import (
+    warn_of_misspelt_methods,
+    warn_of_unknown_events,
+)
+from pytorch_accel_lite.extensions.common_mistakes.without_effect import (
+    check_rates,
+    warn_of_assignments,
+    warn_of_untrained_parameters,
+)
 
 RUN_CHECKS.of_user_code.append(warn_of_unknown_events)
 RUN_CHECKS.of_user_code.append(warn_of_misspelt_methods)

@@ -20,8 +20,14 @@ from pytorch_accel_lite.extension_tools.data_and_batches import (
 )
 from pytorch_accel_lite.extension_tools.plain_types import StateDict
 from pytorch_accel_lite.extension_tools.random_numbers import derive_seed, draw_seed, generator_with
-from pytorch_accel_lite.extensions.mixtures.mixture_shares import Stretch, added_up, choose_all, divide, whole_epoch
-from pytorch_accel_lite.extensions.mixtures.mixture_weights import check_mixture_weights
+from pytorch_accel_lite.extensions.mixtures.mixture_weights import (
+    Stretch,
+    added_up,
+    check_mixture_weights,
+    choose_all,
+    divide,
+    whole_epoch,
+)
 
 
 class Mixture(ConcatDataset[Sample], TrainingOrder):

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from pytorch_accel_lite.extending import TrainerLike, UserAttributes
-from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import may_differ, warn_outside
 from pytorch_accel_lite.extension_tools.plain_types import StateDict
 from pytorch_accel_lite.extension_tools.states_and_files import (
     find_saved_beside,
@@ -25,17 +26,14 @@ from pytorch_accel_lite.extension_tools.states_and_files import (
 from pytorch_accel_lite.extension_tools.texts_and_pages import listed
 from pytorch_accel_lite.extensions.user_attributes.attribute_owners import (
     Key,
-    attributes_of_users,
-    owners_of_attributes,
-    path_of,
-    saved_elsewhere,
-)
-from pytorch_accel_lite.extensions.user_attributes.changed_attributes import describe_changes, is_moved
-from pytorch_accel_lite.extensions.user_attributes.module_attributes import (
     ModuleAttributes,
+    attributes_of_users,
     encoder_of,
     owners_in_modules,
+    owners_of_attributes,
+    path_of,
     place_of,
+    saved_elsewhere,
     shares_memory_with_weights,
     with_modules,
 )
@@ -50,6 +48,47 @@ from pytorch_accel_lite.extensions.user_attributes.plain_objects import (
     is_setting,
     tensors_of_node,
 )
+
+
+def describe_changes(saved: StateDict, settings: Mapping[Key, Node]) -> str:
+    """Return the settings with their values now and in a state."""
+    return "; ".join(
+        f"{path_of(key)} is {_short_value(node)}, {_describe_before(_setting_before(saved, key))}"
+        for key, node in settings.items()
+    )
+
+
+def is_moved(saved: StateDict, key: Key, now: Node) -> bool:
+    """Whether a setting differs from that in a state only in a place or a device."""
+    before = _setting_before(saved, key)
+    return before is not NoPlaceError and _without_places(before, key[1]) == _without_places(now, key[1])
+
+
+def _without_places(node: Node, name: str) -> Node:
+    if isinstance(node, str):
+        return "" if may_differ(name) else node
+    if isinstance(node, dict):
+        return {key: _without_places(part, key) for key, part in node.items()}
+    if isinstance(node, (tuple, list)):
+        return ["path"] if node[:1] == ("path",) else [_without_places(part, name) for part in node]
+    return node
+
+
+def _describe_before(before: Node) -> str:
+    return "which was something else" if before is NoPlaceError else f"and was {_short_value(before)}"
+
+
+def _setting_before(saved: StateDict, key: Key) -> Node:
+    return saved.get("settings", {}).get(key[0], {}).get(key[1], NoPlaceError)
+
+
+def _short_value(node: Node) -> str:
+    try:
+        text = repr(Decoder(torch.device("cpu"), "").decode(node, NoPlaceError))
+    except NoPlaceError:
+        return "something else"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
 
 T = TypeVar("T")
 

@@ -181,10 +181,7 @@ def test_frozen_modules_stay_in_evaluation_mode_while_training(copying):
 def test_models_that_version_0_2_pickled_keep_their_modes():
     model = Nested()
     ModelFreezer(model).freeze(set_modules_as_eval=True)
-    now, then = (
-        b"pytorch_accel_lite.base.modules.module_modes\nstay_in_eval\n",
-        b"pytorch_accel_lite.finetuning\n_stay_in_eval\n",
-    )
+    now, then = (b"pytorch_accel_lite.base.modules\nstay_in_eval\n", b"pytorch_accel_lite.finetuning\n_stay_in_eval\n")
     pickled = pickle.dumps(model, protocol=0)
     assert now in pickled
     loaded = pickle.loads(pickled.replace(now, then)).train()

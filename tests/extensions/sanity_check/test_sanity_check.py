@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite import callbacks as shipped
-from pytorch_accel_lite.base.display.shown_errors import notes_of
+from pytorch_accel_lite.base.warnings_and_errors import notes_of
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
 

@@ -1,1 +1,0 @@
-"""What users pass: checks of arguments and paths, and of the calls themselves."""

@@ -1,1 +1,0 @@
-"""What users see as text: representations, numbers, errors, warnings."""

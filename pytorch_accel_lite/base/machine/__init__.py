@@ -1,1 +1,0 @@
-"""The machine: its devices and cores, and the kernels that compute."""

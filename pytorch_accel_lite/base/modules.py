@@ -1,0 +1,231 @@
+"""Modules: their wrappers, modes and precision, and weights that are sharded or quantised."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pytorch_accel_lite.base.types import StateDict, Tree
+
+_COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # a whole part of a name
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """Return the model inside adapters (PEFT); a model without adapters is returned as it is."""
+    get_base_model = getattr(model, "get_base_model", None)
+    return get_base_model() if callable(get_base_model) else model
+
+
+def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
+    """Return the model without its ``DistributedDataParallel`` wrapper.
+
+    Unlike Accelerate's function, it modifies no wrapper, so it can be used in the middle of a run.
+
+    Args:
+        keep_torch_compile: whether to keep the wrapper of ``torch.compile``
+    """
+    while True:
+        inner = getattr(model, "_orig_mod", None) if "_orig_mod" in getattr(model, "_modules", ()) else None
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner, nn.Module) and (not keep_torch_compile or isinstance(inner, DistributedDataParallel)):
+            model = inner
+        else:
+            return model
+
+
+def without_compile(state: StateDict) -> StateDict:
+    """Remove the prefixes of ``torch.compile`` from the names in a state."""
+    return {_COMPILED.sub("", key): value for key, value in state.items()}
+
+
+_NO_CONTEXT = nullcontext()
+
+
+def without_gradients() -> AbstractContextManager[None]:
+    """Compute no gradients in a block. Cheap if they are already disabled."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT
+
+
+@contextmanager
+def preserving_modes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore each module's mode, training or evaluation, after a block."""
+    modes = [(module, module.training) for module in modules]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Set a model to evaluation mode for a block."""
+    with preserving_modes(model.modules()):
+        model.eval()
+        yield
+
+
+def stay_in_eval(module: nn.Module, inputs: object) -> None:
+    """Undo the effect of ``model.train()`` before each forward pass. A module-level function, so that models pickle."""
+    module.training = False
+
+
+def keep_in_eval(module: nn.Module) -> None:
+    """Keep a module, but not its submodules, in evaluation mode, in spite of ``model.train()``."""
+    module.training = False
+    if not stays_in_eval(module):
+        module.register_forward_pre_hook(stay_in_eval)
+
+
+def release_from_eval(module: nn.Module) -> None:
+    """Let a module follow ``model.train()`` again."""
+    hooks = module._forward_pre_hooks  # a copied model has the hook, but no handle to remove it
+    for key in [key for key, hook in hooks.items() if hook is stay_in_eval]:
+        del hooks[key]
+
+
+def stays_in_eval(module: nn.Module) -> bool:
+    """Whether a module is kept in evaluation mode, in spite of ``model.train()``, as frozen layers are."""
+    return stay_in_eval in module._forward_pre_hooks.values()
+
+
+def mixed_precision(accelerator: Accelerator) -> AbstractContextManager[None]:
+    """Run a block under autocast if the accelerator uses mixed precision, like the prepared model's forward pass.
+
+    Casts of weights are not cached from one call to the next: a step may train a critic and then use it.
+    """
+    return _autocast(accelerator) if accelerator.native_amp else _NO_CONTEXT
+
+
+def in_mixed_precision(accelerator: Accelerator, compute: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
+    """Return a function that computes under autocast if the accelerator uses mixed precision, else the same function.
+
+    Entering an empty context for each batch would cost time.
+    """
+    if not accelerator.native_amp:
+        return compute
+
+    def compute_under_autocast(data: Tree) -> Tree:
+        with _autocast(accelerator):
+            return compute(data)
+
+    return compute_under_autocast
+
+
+@contextmanager
+def _autocast(accelerator: Accelerator) -> Iterator[None]:
+    with accelerator.autocast():
+        torch.set_autocast_cache_enabled(False)
+        torch.autocast_decrement_nesting()  # only the outermost autocast clears its cache: make that the model's
+        try:
+            yield
+        finally:
+            torch.autocast_increment_nesting()
+
+
+def are_sharded(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether any of the parameters is sharded over the processes, as a ``DTensor``."""
+    # Looking up an attribute that a plain parameter lacks takes ten times as long as checking its type.
+    others = [parameter for parameter in parameters if type(parameter) is not nn.Parameter]
+    return any(hasattr(parameter, "device_mesh") for parameter in others)
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's shard of a sharded tensor; any other tensor unchanged."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def reshard(model: nn.Module) -> None:
+    """Reshard the parameters: without a backward pass, FSDP2 keeps the parameters gathered last.
+
+    ``model.parameters()`` would then return the gathered parameters, which the optimizer does not know.
+    """
+    for module in model.modules():
+        method = getattr(module, "reshard", None)
+        if callable(method):
+            method()
+
+
+def tensor_parallel_size(accelerator: Accelerator) -> int:
+    """Return the number of processes that share each batch according to the accelerator's ``parallelism_config``."""
+    return getattr(getattr(accelerator, "parallelism_config", None), "tp_size", 1) or 1
+
+
+#: Kinds of jobs in which Accelerate only adds bookkeeping to an optimizer, so the user's optimizer is stepped directly.
+PLAIN_JOBS = {kind for kind in DistributedType if kind.name == "NO" or kind.name.startswith("MULTI_")}
+#: Kinds of jobs in which Accelerate shards the weights, or what trains them.
+SHARDED_JOBS = {kind for kind in DistributedType if kind.name in ("FSDP", "DEEPSPEED", "MEGATRON_LM")}
+
+
+def is_sharded(accelerator: Accelerator, model: nn.Module) -> bool:
+    """Whether the weights of a model are or will be sharded over the processes, by Accelerate or by the user."""
+    return accelerator.distributed_type in SHARDED_JOBS or are_sharded(model.parameters())
+
+
+def is_quantised(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is of a class of bitsandbytes or torchao, which does not compute like a plain one."""
+    return is_quantised_by(parameter, "bitsandbytes") or is_quantised_by(parameter, "torchao")
+
+
+def is_frozen_and_quantised(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is quantised and not trained, unlike some parameters of torchao."""
+    return not parameter.requires_grad and is_quantised(parameter)
+
+
+def trained_and_quantised(model: nn.Module) -> list[str]:
+    """Return the names of the quantised parameters of a model that are not frozen, although nothing can train them."""
+    return [name for name, value in model.named_parameters() if value.requires_grad and is_quantised(value)]
+
+
+def is_quantised_by(parameter: torch.Tensor, package: str) -> bool:
+    """Whether a parameter is of a class of a package."""
+    return type(parameter).__module__.partition(".")[0] == package
+
+
+def quantised_entries(model: nn.Module, state: Iterable[str]) -> set[str]:
+    """Return the names, in the state of a model, of the entries of its frozen quantised weights.
+
+    Weights of bitsandbytes have further entries, such as ``"weight.absmax"``, or ``"SCB"`` beside ``"weight"``.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    quantised = {name for name, value in parameters.items() if is_frozen_and_quantised(value)}
+    if not quantised:
+        return set()
+    plain = {*parameters, *(name for name, _ in model.named_buffers(remove_duplicate=False))} - quantised
+    modules = {name.rpartition(".")[0] for name in quantised}
+    inside = tuple(f"{name}." for name in quantised)
+    beside = {name for name in state if name.rpartition(".")[0] in modules and name not in plain}
+    return beside | {name for name in state if name.startswith(inside)}
+
+
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors that a tensor consists of: those inside a tensor of torchao, or the tensor itself."""
+    if not is_quantised(tensor):
+        return [tensor]
+    flatten: Callable[[], tuple[list[str], object]] | None = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:  # a tensor of bitsandbytes, or a plain one
+        return [tensor.data]
+    return [part for name in flatten()[0] for part in plain_parts(getattr(tensor, name))]
+
+
+def all_plain_parts(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors of a parameter; for a parameter of bitsandbytes, also its scales."""
+    quant_state = getattr(parameter, "quant_state", None)
+    scales: Mapping[str, object] = {} if quant_state is None else quant_state.as_dict(packed=True)
+    return plain_parts(parameter) + [part for part in scales.values() if isinstance(part, torch.Tensor)]
+
+
+def keep_as_they_are(model: nn.Module) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights when a CPU evaluates, because repacking rounds their scales."""
+    for module in model.modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]

@@ -1,1 +1,0 @@
-"""Modules: their modes, their wrappers, and weights that are sharded or quantised."""

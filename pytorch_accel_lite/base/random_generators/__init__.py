@@ -1,1 +1,0 @@
-"""Random generators: where they are, their states and their seeds."""

@@ -1,1 +1,0 @@
-"""Values as plain data: nested data, numbers and texts, the bits of tensors."""

@@ -1,1 +1,0 @@
-"""How a run ends: by its last update, a stop that all processes agree on, a signal or an error."""
