@@ -41,6 +41,11 @@ def to_number(value: object) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor can be read as they are: not if it is sparse, nested, quantised, or has none."""
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+
+
 def distinct_elements(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of the elements with memory of their own. torch writes only to such elements; see ``expand``."""
     for dimension, stride in enumerate(tensor.stride() if tensor.layout is torch.strided else ()):

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from pytorch_accel_lite.base.machine import await_processes
+from pytorch_accel_lite.base.values import is_dense
 
 #: Unpickling a sparse tensor puts it on a private list of torch's, which keeps the tensor until it is validated.
 _release_sparse_tensors: Callable[[], None] = getattr(torch._utils, "_validate_loaded_sparse_tensors", lambda: None)  # noqa: SLF001
@@ -49,9 +50,7 @@ class Message(pickle.Pickler):
         """Return the offset, type and shape of a tensor, which is not pickled."""
         if isinstance(obj, torch.Tensor):
             obj = await_processes(obj)
-        if type(obj) is not torch.Tensor or obj.device.type == "meta" or obj.requires_grad:
-            return None
-        if obj.layout is not torch.strided or obj.is_nested or obj.is_quantized:
+        if type(obj) is not torch.Tensor or not is_dense(obj) or obj.requires_grad:
             return None
         self._leaves_device |= obj.device.type not in _KEEP_DEVICE
         if id(obj) not in self._tensors:

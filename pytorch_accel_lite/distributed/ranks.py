@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from pytorch_accel_lite.base.values import distinct_elements
+from pytorch_accel_lite.base.values import distinct_elements, is_dense
 from pytorch_accel_lite.distributed.control_group import CAPACITY, ControlGroup, find_purpose
 from pytorch_accel_lite.distributed.errors_on_all_ranks import try_action, values_or_first_error
 from pytorch_accel_lite.distributed.message_encoding import decode, encode, leaves_device
@@ -292,12 +292,12 @@ def _broadcast_in_place(source: int, tensor: torch.Tensor, group: dist.ProcessGr
     The values are sent as bytes, because gloo supports few dtypes, and from contiguous memory, because it ignores
     strides.
     """
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+    if type(tensor) is not torch.Tensor or not is_dense(tensor):
         dist.broadcast(tensor, source, group)
         return
     tensor = distinct_elements(tensor)
-    is_dense = tensor.is_contiguous() and 0 not in tensor.stride()
-    dense = tensor if is_dense else tensor.clone(memory_format=torch.contiguous_format)
+    is_contiguous = tensor.is_contiguous() and 0 not in tensor.stride()
+    dense = tensor if is_contiguous else tensor.clone(memory_format=torch.contiguous_format)
     dist.broadcast(dense.reshape(-1).view(torch.uint8), source, group)
     if dense is not tensor:
         tensor.copy_(dense)

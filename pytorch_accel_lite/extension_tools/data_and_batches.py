@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from pytorch_accel_lite.base.display import short_repr
 from pytorch_accel_lite.base.machine import cores_per_process
 from pytorch_accel_lite.base.random_generators import is_a, nested_in, parts_held, reachable_from
-from pytorch_accel_lite.base.values import parts_in, tensors_in
+from pytorch_accel_lite.base.values import is_dense, parts_in, tensors_in
 from pytorch_accel_lite.data.batch_adapter import (
     IGNORED_LABEL,
     TARGET_KEYS,
@@ -79,10 +79,10 @@ __all__ = [
     "TARGET_KEYS", "TrainingOrder", "WHAT_CAN_BE_SPLIT", "add_missing_note", "check_are_named", "check_items",
     "checksum_of_indices", "complete_output", "concatenate", "copy_loader", "count_global_batches", "dataset_of",
     "early_end_error", "faster_data", "find_length", "first_label", "grouped", "infer_batch_size", "is_a",
-    "is_as_long", "is_list_of_samples", "is_loader_of_torch", "is_number", "is_packed", "is_single_sample",
-    "list_samples", "marks_of", "mean_that_counts", "names_sample", "nested_in", "of_all_processes", "parts_held",
-    "parts_in", "reachable_from", "reader_of", "select_samples", "shapes_are_known", "share_bounds", "sizes_of",
-    "skip_samples", "slice_batch", "tensors_in", "to_cpu", "to_device", "with_last",
+    "is_as_long", "is_dense", "is_list_of_samples", "is_loader_of_torch", "is_number", "is_packed",
+    "is_single_sample", "list_samples", "marks_of", "mean_that_counts", "names_sample", "nested_in",
+    "of_all_processes", "parts_held", "parts_in", "reachable_from", "reader_of", "select_samples", "shapes_are_known",
+    "share_bounds", "sizes_of", "skip_samples", "slice_batch", "tensors_in", "to_cpu", "to_device", "with_last",
 ]  # fmt: skip
 
 _MOST_OF_RANGE = 8  # consecutive samples that are listed one by one

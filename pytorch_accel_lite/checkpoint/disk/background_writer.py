@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from pytorch_accel_lite.base.machine import is_asynchronous, record_event
 from pytorch_accel_lite.base.types import Keys, Tree
+from pytorch_accel_lite.base.values import is_dense
 from pytorch_accel_lite.checkpoint.disk.torch_files import map_nested
 from pytorch_accel_lite.distributed.ranks import find_ranks
 
@@ -54,7 +55,7 @@ class HostMemory:
                 return value
             tensor = value.detach()
             of_parts = hasattr(type(tensor), "__tensor_flatten__")  # a tensor made of tensors, such as a DTensor
-            if of_parts or tensor.layout != torch.strided or tensor.is_quantized:
+            if of_parts or not is_dense(tensor):
                 return tensor.to("cpu", copy=True)
             kind = tensor.device, tensor.dtype, tensor.shape, tensor.stride()
             unused = free.get(kind)

@@ -12,6 +12,7 @@ import torch
 
 from pytorch_accel_lite.base.paths import StrPath, name_of
 from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.base.values import is_dense
 from pytorch_accel_lite.checkpoint.disk.atomic_files import naming_file
 from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, sealed
 
@@ -111,5 +112,4 @@ def open_tensors(path: StrPath) -> tuple[Any, dict[str, str]]:
 
 def fits_safetensors(value: Tree) -> bool:
     """Whether safetensors supports a value, unlike, for example, a sparse tensor."""
-    is_plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized
-    return is_plain and value.dtype != torch.complex128
+    return isinstance(value, torch.Tensor) and is_dense(value) and value.dtype != torch.complex128

@@ -21,6 +21,7 @@ from pytorch_accel_lite.base.random_generators import (
     seed_generators,
 )
 from pytorch_accel_lite.base.types import HasStateDict, Keys, StateDict, Tree
+from pytorch_accel_lite.base.values import is_dense
 from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import LEFT_OUT
 from pytorch_accel_lite.checkpoint.disk.extracted_tensors import extract_tensors
@@ -349,7 +350,7 @@ def restore_again(trainer: TrainerLike, state: TrainingState, options: Options) 
 
 def _is_plain(weight: torch.Tensor) -> bool:
     """Whether a weight can be compared. Sharded ones would take a collective; others may be of a kind of their own."""
-    return type(weight) in (torch.Tensor, nn.Parameter) and weight.layout is torch.strided and not weight.is_meta
+    return type(weight) in (torch.Tensor, nn.Parameter) and is_dense(weight)
 
 
 def _restore_user_attributes(trainer: TrainerLike, state: TrainingState, is_final: bool) -> None:

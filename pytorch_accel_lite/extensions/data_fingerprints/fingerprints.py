@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from pytorch_accel_lite.data import Sample, Source
-from pytorch_accel_lite.extension_tools.data_and_batches import find_length, reachable_from
+from pytorch_accel_lite.extension_tools.data_and_batches import find_length, is_dense, reachable_from
 from pytorch_accel_lite.extension_tools.plain_types import Tree
 from pytorch_accel_lite.extension_tools.random_numbers import (
     find_held_generators,
@@ -119,7 +119,7 @@ def _positions(length: int) -> list[int]:
 def _checksum_of_rows(held: Tree) -> int | None:
     """Return a checksum of a few stored rows; ``None`` if the rows do not identify the data, as in a cache."""
     with suppress(Exception):  # rows that raise errors are not compared
-        if isinstance(held, torch.Tensor) and (held.layout is not torch.strided or held.is_meta or held.is_nested):
+        if isinstance(held, torch.Tensor) and not is_dense(held):
             return None
         stored = held.with_format("arrow") if is_table(held) else held
         at = getattr(stored, "iloc", stored)
@@ -156,7 +156,7 @@ def _bytes_of(value: Tree, depth: int = 4) -> bytes:
 
 
 def _few_values(tensor: torch.Tensor) -> list[object] | None:
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+    if not is_dense(tensor):
         return None
     flat = tensor.detach().resolve_conj().reshape(-1)
     few = flat[:: max(flat.numel() // _MOST_VALUES, 1)].cpu().contiguous()

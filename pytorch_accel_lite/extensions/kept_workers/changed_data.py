@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.extension_tools.data_and_batches import Marks, is_a, parts_held
+from pytorch_accel_lite.extension_tools.data_and_batches import Marks, is_a, is_dense, parts_held
 
 #: A list, tuple, set, dict or array of objects.
 _Elements: TypeAlias = Any
@@ -88,7 +88,7 @@ def _marks_of_table(table: Any) -> Iterator[object]:
 
 def _mark_of_tensor(tensor: torch.Tensor) -> object:
     shape = () if tensor.is_nested else tuple(tensor.shape)
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.device.type != "cpu" or not is_dense(tensor):
         return tensor.dtype, shape, _version_of(tensor)
     if tensor.is_shared():  # type: ignore[no-untyped-call]
         return tensor.dtype, shape, tensor.data_ptr()  # workers see changes that are made in place

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.extension_tools.arguments_and_errors import may_differ
+from pytorch_accel_lite.extension_tools.data_and_batches import is_dense
 from pytorch_accel_lite.extension_tools.modules_and_devices import class_of, unsharded_class
 from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
 
@@ -61,7 +62,7 @@ def class_name(kind: type) -> str:
 
 def _array(value: torch.Tensor | npt.NDArray[Any]) -> str:
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.is_meta or value.is_quantized or hasattr(value, "device_mesh"):
+        if not is_dense(value) or hasattr(value, "device_mesh"):
             return f"tensor{tuple(value.shape)}"
         value = value.detach().to("cpu", torch.float64 if value.is_floating_point() else None).numpy()
     if value.size == 1:

@@ -14,6 +14,7 @@ from pytorch_accel_lite.extension_tools.data_and_batches import (
     BatchData,
     Source,
     infer_batch_size,
+    is_dense,
     is_single_sample,
     tensors_in,
 )
@@ -34,7 +35,7 @@ def comparing_workers(batches: Iterator[BatchData], loader: Source) -> Iterator[
     first = list(islice(batches, 1))
     yield from first
     second = list(islice(batches, 1))
-    rows = [t for t in tensors_in(second) if t.layout is torch.strided and not t.is_nested and t.ndim]
+    rows = [t for t in tensors_in(second) if is_dense(t) and t.ndim]
     varies = any(len(tensor) > 1 and not tensor.eq(tensor[:1]).all() for tensor in rows)
     if varies and _checksum_of_batches(first) == _checksum_of_batches(second):
         warn_outside(
@@ -106,7 +107,7 @@ def _checksum_of_batches(batches: list[BatchData]) -> int:
     """Return a nonzero checksum of a few of the values in batches."""
     number = crc32(b"()")  # training states have this checksum, so keep the function as it is
     for tensor in tensors_in(batches):
-        if tensor.layout is torch.strided and not tensor.is_nested:
+        if is_dense(tensor):
             few = tensor.detach().resolve_conj().flatten()[:: max(tensor.numel() // 64, 1)]
             number = crc32(few.cpu().contiguous().view(torch.uint8).numpy().tobytes(), number)
     return number or 1

@@ -14,6 +14,7 @@ from torch import nn
 
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import is_from_this_package, library_attributes
+from pytorch_accel_lite.extension_tools.data_and_batches import is_dense
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import named_callbacks
 from pytorch_accel_lite.extension_tools.states_and_files import SavedBeside, unsaved_attribute_names
 from pytorch_accel_lite.extensions.user_attributes.plain_objects import (
@@ -267,5 +268,4 @@ def _version(value: object) -> int | None:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is not sharded, nor of an unusual kind."""
-    is_usual = type(tensor) in (torch.Tensor, nn.Parameter)
-    return is_usual and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
+    return type(tensor) in (torch.Tensor, nn.Parameter) and is_dense(tensor)

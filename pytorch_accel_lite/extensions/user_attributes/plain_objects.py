@@ -28,6 +28,7 @@ from torch import nn
 
 from pytorch_accel_lite.checkpoint import fit_model_state, model_state
 from pytorch_accel_lite.extension_tools.arguments_and_errors import is_in_this_package
+from pytorch_accel_lite.extension_tools.data_and_batches import is_dense
 from pytorch_accel_lite.extension_tools.plain_types import StateDict, Tree
 from pytorch_accel_lite.extension_tools.random_numbers import RandomGenerator, restore_generator
 from pytorch_accel_lite.extension_tools.states_and_files import full_state_dict
@@ -407,7 +408,7 @@ def digest(node: Node) -> str | None:
         else:
             text.update(f"{type(value).__name__}{value!r};".encode())
 
-    if any(t.layout is not torch.strided or t.is_quantized or t.is_meta for t in tensors_of_node(node)):
+    if not all(map(is_dense, tensors_of_node(node))):
         return None
     add(node)
     text.update(repr(_sums_by_position(on_devices)).encode())
@@ -458,9 +459,9 @@ def is_setting(node: Node) -> bool:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
     return (
-        is_plain
+        type(tensor) is torch.Tensor
+        and is_dense(tensor)
         and tensor.device.type == "cpu"
         and tensor.is_contiguous()
         and tensor.numel() > 0

@@ -13,7 +13,7 @@ from pytorch_accel_lite.base.arguments import arguments_of
 from pytorch_accel_lite.base.modules import all_plain_parts, unwrap
 from pytorch_accel_lite.base.paths import is_place
 from pytorch_accel_lite.base.user_code import is_from_this_package
-from pytorch_accel_lite.base.values import sums_of_bits
+from pytorch_accel_lite.base.values import is_dense, sums_of_bits
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call
@@ -191,8 +191,4 @@ def _trained_parameters(trainer: TrainerLike, names: dict[int, str]) -> dict[str
 def _frozen_parameters(trainer: TrainerLike, trained: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     """Return the parameters of the model that are not trained, and whose bits can be read."""
     others = {name: p.detach() for name, p in unwrap(trainer.model).named_parameters() if name not in trained}
-    return {name: data for name, data in others.items() if type(data) is torch.Tensor and _is_readable(data)}
-
-
-def _is_readable(data: torch.Tensor) -> bool:
-    return data.layout is torch.strided and not data.is_quantized and data.device.type != "meta"
+    return {name: data for name, data in others.items() if type(data) is torch.Tensor and is_dense(data)}
