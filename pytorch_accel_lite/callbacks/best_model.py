@@ -48,8 +48,8 @@ class SaveBestModelCallback(MetricWatcher):
         keep: number of best models to keep. If more than one, each is also saved with its epoch in the name, such as
             ``best_model-epoch0003.pt`` next to ``best_model.pt``, which is always the best; or, in a run that evaluates
             within epochs, with its update, such as ``best_model-update000000500.pt``. A second run with
-            ``reset_on_train`` removes the files of the previous run, even from another program; without it, the better
-            of two models of the same name is kept.
+            ``reset_on_train`` removes the files of the previous run, even from another program; without it, a callback
+            that trains again keeps the better of two models of the same name.
         trainable_only: leave out frozen parameters of the model, such as those of a pretrained one with adapters, which
             must stay frozen during the run; see ``Trainer.save_model()``
     """

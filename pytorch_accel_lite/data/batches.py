@@ -234,10 +234,24 @@ def to_device(steps: Iterator[Batch], device: torch.device | None, channels_last
         channels_last: whether to convert tensors with four dimensions to the channels-last memory format
     """
     if device is not None:
-        steps = (step._replace(data=send_to_device(step.data, device, non_blocking=True)) for step in steps)
+        steps = (step._replace(data=_send(step.data, device)) for step in steps)
     if channels_last:
         steps = (step._replace(data=recursively_apply(_to_channels_last, step.data)) for step in steps)
     return steps
+
+
+def _send(data: BatchData, device: torch.device) -> BatchData:
+    """Return data on a device. Accelerate leaves the tensors of dataclasses where they are."""
+    if type(data) in (tuple, list):
+        return type(data)(_send(part, device) for part in data)
+    if type(data) is dict:
+        return {name: _send(part, device) for name, part in data.items()}
+    if is_dataclass(data) and not isinstance(data, Mapping) and not hasattr(data, "to"):
+        sent = copy.copy(data)
+        for field in dataclasses.fields(data):  # which may be frozen
+            object.__setattr__(sent, field.name, _send(getattr(data, field.name), device))
+        return sent
+    return send_to_device(data, device, non_blocking=True)
 
 
 def _to_channels_last(tensor: torch.Tensor) -> torch.Tensor:

@@ -103,9 +103,10 @@ def _merged(dataset: Source, defaults: LoaderKwargs, arguments: LoaderKwargs | N
     arguments = dict(arguments or {})
     if isinstance(arguments.get("batch_size"), np.integer):
         arguments["batch_size"] = int(arguments["batch_size"])
-    if isinstance(dataset, NamedDatasets) and "shuffle" in arguments:
+    has_order = bool(arguments.keys() & _ORDER_ARGUMENTS)
+    if isinstance(dataset, NamedDatasets) and "shuffle" in arguments and not has_order:
         arguments["sampler"] = dataset.create_sampler(arguments.pop("shuffle"))
-    elif isinstance(dataset, TrainingOrder) and defaults.get("shuffle") and not arguments.keys() & _ORDER_ARGUMENTS:
+    elif isinstance(dataset, TrainingOrder) and defaults.get("shuffle") and not has_order:
         arguments["sampler"] = dataset.create_training_sampler(arguments.pop("shuffle", True))
     excluded = set()
     if arguments.keys() & _ORDER_ARGUMENTS:

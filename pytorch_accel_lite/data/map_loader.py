@@ -418,7 +418,8 @@ class MapLoader(ShardedLoader):
     def next_indices(self) -> list[Index] | None:
         if not self._epoch_shares.planned:
             return None
-        return list(self._epoch_shares.planned[0].indices)
+        indices = self._epoch_shares.planned[0].indices
+        return indices.tolist() if isinstance(indices, torch.Tensor) else list(indices)
 
     def position(self) -> SourceState:
         return {"order": self._epoch_shares.resumed_order_id or self._epoch_shares.order_id}

@@ -117,16 +117,31 @@ def read_rows(
     tensors, subset, arrange = memory
     rows = (step if isinstance(step, torch.Tensor) else as_rows(step, size) for step in indices)
     if subset is not None:
-        rows = (subset[step] for step in rows)
+        rows = (_select(subset, step) for step in rows)
     if memory.is_on(_CPU):
         steps: Iterator[_Copies] = ({_CPU: step} for step in rows)
     else:
         devices = {tensor.device for tensor in tensors}
         steps = _copied(rows, devices, _STEPS if has_fixed_order else 1)
     for copies in steps:
-        batch = [tensor.index_select(0, copies[tensor.device]) for tensor in tensors]
+        batch = [_select(tensor, copies[tensor.device]) for tensor in tensors]
         batch = [tensor.pin_memory() for tensor in batch] if pin else batch
         yield batch if arrange is None else arrange(batch)
+
+
+def _select(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Return rows of a tensor, or raise an error that says which one it does not have."""
+    try:
+        return tensor.index_select(0, indices)
+    except IndexError:
+        missing = [index for index in indices.tolist() if not 0 <= index < len(tensor)]
+        if not missing:
+            raise
+        which = missing[0] if missing[0] >= 0 else missing[0] - len(tensor)  # as it was before as_rows()
+        raise IndexError(
+            f"There is no sample {which} among the {len(tensor)} samples in memory. Check the indices that a sampler "
+            "or a Subset gives."
+        ) from None
 
 
 def _copied(rows: Iterator[torch.Tensor], devices: set[torch.device], num_steps: int) -> Iterator[_Copies]:
@@ -169,9 +184,10 @@ def reader_of(dataset: Source) -> Source:
 def add_sample_note(error: Exception, dataset: Source, index: Index) -> None:
     """Note in an error that it was raised by reading a sample."""
     sample = f"{type(dataset).__name__}[{index!r}]"
-    while type(dataset) is Subset:
-        dataset, index = dataset.dataset, dataset.indices[index]
-        sample += f", which is {type(dataset).__name__}[{index!r}]"
+    with suppress(Exception):  # it may be the index that is wrong
+        while type(dataset) is Subset:
+            dataset, index = dataset.dataset, dataset.indices[index]
+            sample += f", which is {type(dataset).__name__}[{index!r}]"
     add_note(error, f"{_READING} {sample}.")
 
 

@@ -85,5 +85,5 @@ def find_length(thing: object) -> int | None:
     """Return ``len(thing)``, or ``None`` if the object has no length."""
     try:
         return len(thing) if isinstance(thing, Sized) else None
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return None

@@ -12,6 +12,9 @@ from pytorch_accel_lite.distributed.ranks import Ranks
 
 _LOST = re.compile(r"gloo.*((closed|reset) by peer|Broken pipe)|remote process exited|ncclRemoteError", re.DOTALL)
 
+#: Of waiting too long, or, with gloo, of a message of another call.
+_WAITED = re.compile(r"timed out|timeout|op\.preamble", re.IGNORECASE)
+
 
 class ProcessLostError(RuntimeError):
     """Another process has left the job. The message says which process and, if known, why."""
@@ -41,7 +44,7 @@ def naming_call(ranks: Ranks, call: str = "") -> Iterator[None]:
             what = f"Rank {rank} cannot go on, because another process has left the job."
             causes = [cause for observer in OBSERVERS if (cause := observer.find_loss())]
             raise ProcessLostError(" ".join([what, *causes])) from error
-        if not call:
+        if not call or not _WAITED.search(str(error)):
             raise
         raise RuntimeError(
             f"{call} on rank {rank} waits for the other ranks, but one of them has not called it, or has failed. Call "

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from pytorch_accel_lite.base.values import distinct_elements, is_dense
 from pytorch_accel_lite.distributed.control_group import CAPACITY, ControlGroup, find_purpose
 from pytorch_accel_lite.distributed.errors_on_all_ranks import try_action, values_or_first_error
-from pytorch_accel_lite.distributed.message_encoding import decode, encode, leaves_device
+from pytorch_accel_lite.distributed.message_encoding import decode, leaves_device
 from pytorch_accel_lite.distributed.stack_frames import MACHINERY
 
 MACHINERY.add(__file__)
@@ -197,7 +197,10 @@ class Ranks:
 
     def all_gather_object(self, value: T, only_first: bool = False) -> list[T]:
         """Return the values of all ranks, in rank order; with ``only_first``, only on the first rank."""
-        return [value] if self.world_size == 1 else self._gather(value, encode(value), only_first)
+        if self.world_size == 1:
+            return [value]
+        attempt = try_action(lambda: value, self.members[self.rank])  # a value that cannot be pickled fails on all
+        return values_or_first_error(attempt, self._gather(attempt.outcome, attempt.encoded, only_first))
 
     def _gather(self, value: T, encoded: torch.Tensor, only_first: bool = False) -> list[T]:
         """Return the values of all ranks: this rank's value itself, and decoded copies of the others.

@@ -130,6 +130,15 @@ class CombinedOptimizer(NamedParts[Optimizer], Optimizer):
         saved = list(state_dict["param_groups"])
         if len(saved) != len(self.param_groups):
             raise ValueError(f"it has {len(saved)} parameter groups, but the optimizers have {len(self.param_groups)}.")
+        sizes = [
+            (len(new["params"]), len(group["params"])) for new, group in zip(saved, self.param_groups, strict=True)
+        ]
+        if any(of_state != of_optimizers for of_state, of_optimizers in sizes):  # before any part is loaded
+            raise ValueError(
+                "its parameter groups have {} parameters, but those of the optimizers {}.".format(
+                    *(", ".join(map(str, counts)) for counts in zip(*sizes, strict=True))
+                )
+            )
         states = {}
         first = 0
         for name, part in self._parts.items():

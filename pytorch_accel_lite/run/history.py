@@ -370,6 +370,8 @@ class InMemoryRunHistory(RunHistory):
 
     def shorten(self, counts: Mapping[str, int]) -> None:
         for name, count in counts.items():
+            if name not in self._metrics:  # deleted since
+                continue
             if not count:
                 self.delete_metric(name)
                 continue

@@ -87,8 +87,8 @@ def broadcast_object(self: TrainerLike, obj: T, source: int = 0, group: dist.Pro
         if source:
             sent: list[T | None] = self.ranks.all_gather_object(obj if self.ranks.rank == source else None)
             return cast(T, sent[source])
-    first: T = self.ranks.result_of_first(lambda: obj)
-    return first
+        first: T = self.ranks.result_of_first(lambda: obj)
+        return first
 
 
 def all_gather_object(self: TrainerLike, obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -114,15 +114,13 @@ def tensor_to_numeric(self: TrainerLike, tensor: Tree, reduce: str | None = None
     Args:
         tensor: a tensor, or nested lists, tuples and dicts of tensors
         reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"`` of all elements on all processes, which must then all call
-            it; ``None`` for this process's own values
+            it, even with a tensor that has none; ``None`` for this process's own values
     """
     if reduce not in (None, "sum", "mean", "max", "min"):
         raise ValueError(f"reduce={reduce!r} must be None, 'sum', 'mean', 'max' or 'min'.")
     for leaf in torch.utils._pytree.tree_leaves(tensor):
-        if not isinstance(leaf, torch.Tensor) or (reduce and not leaf.numel()):
-            raise ValueError(
-                f"tensor={leaf!r} must be a tensor with elements, or nested lists, tuples and dicts of such."
-            )
+        if not isinstance(leaf, torch.Tensor):
+            raise ValueError(f"tensor={leaf!r} must be a tensor, or nested lists, tuples and dicts of tensors.")
     return torch.utils._pytree.tree_map(partial(_to_numeric, self, reduce), tensor)
 
 
@@ -130,8 +128,14 @@ def _to_numeric(trainer: TrainerLike, reduce: str | None, tensor: torch.Tensor) 
     if reduce is None:
         return tensor.item() if tensor.numel() == 1 else tensor.tolist()
     apply = torch.sum if reduce == "mean" else getattr(torch, reduce)
-    own = tensor.item() if tensor.numel() == 1 else apply(tensor).item()  # one element keeps its type
-    values, counts = zip(*trainer.data_ranks.all_gather_object((own, tensor.numel())), strict=True)
+    count = tensor.numel()
+    own = None if not count else tensor.item() if count == 1 else apply(tensor).item()  # one element keeps its type
+    gathered = [(value, size) for value, size in trainer.data_ranks.all_gather_object((own, count)) if size]
+    if not gathered and reduce == "sum":
+        return 0
+    if not gathered:
+        raise ValueError(f"There is no {reduce} of tensors without elements on all processes.")
+    values, counts = zip(*gathered, strict=True)
     if reduce == "mean":
         return sum(values) / sum(counts)
     combine: dict[str, Callable[[Iterable[float]], float]] = {"sum": sum, "max": max, "min": min}

@@ -81,6 +81,10 @@ def test_no_step_waits_for_the_device_or_changes_the_result(case):
     assert_same(on_device(case), on_cpu(case))
 
 
+def test_dataclasses_in_batches_are_put_on_the_device():
+    assert_same(on_device("dataclasses"), on_cpu("dataclasses"))
+
+
 def test_predictions_are_copied_while_the_device_computes():
     found, expected = on_device("predictions"), on_cpu("predictions")
     assert found["waits"] == {}

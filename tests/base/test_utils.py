@@ -44,9 +44,12 @@ def test_tensor_to_numeric_reduces_all_elements():
     assert to_numeric(elements) == [[1, 2], [3, 6]]
     assert [to_numeric(elements, reduce) for reduce in ("sum", "mean", "max", "min")] == [12, 3, 6, 1]
     assert to_numeric({"a": [elements, torch.tensor(True)]}, "max") == {"a": [6, True]}
-    for wrong, reduce in ((torch.ones(0), "max"), (2.0, None), ([torch.ones(2), "x"], None)):
-        with pytest.raises(ValueError, match="must be a tensor with elements"):
-            to_numeric(wrong, reduce)
+    for wrong in (2.0, [torch.ones(2), "x"]):
+        with pytest.raises(ValueError, match="must be a tensor, or nested lists"):
+            to_numeric(wrong)
+    assert (to_numeric(torch.ones(0)), to_numeric(torch.ones(0), "sum")) == ([], 0)
+    with pytest.raises(ValueError, match="no max of tensors without elements"):
+        to_numeric(torch.ones(0), "max")
     with pytest.raises(ValueError, match="reduce='median' must be None, 'sum'"):
         to_numeric(elements, "median")
 

@@ -30,6 +30,20 @@ def test_frozen_weights_may_be_left_out_of_a_directory(tmp_path):
     assert equal_weights(other.state_dict(), model.state_dict())
 
 
+def test_frozen_sparse_weights_are_not_left_out(tmp_path):
+    class Sparse(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.graph = torch.nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+            self.frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+            self.layer = torch.nn.Linear(3, 1)
+
+    adamw_trainer(Sparse()).save_checkpoint(tmp_path / "a.pt", trainable_only=True)
+    saved = torch.load(tmp_path / "a.pt", weights_only=False)["model_state_dict"]
+    assert {*saved} == {"graph", "layer.weight", "layer.bias"}
+    adamw_trainer(Sparse()).load_checkpoint(tmp_path / "a.pt")
+
+
 def test_invalid_paths_of_models_are_refused(tmp_path):
     trainer = adamw_trainer(float64_model())
     (tmp_path / "file").touch()

@@ -275,3 +275,31 @@ def test_an_error_in_reading_names_the_sample(data, note):
 )
 def test_ranges_of_samples_are_named_by_their_ends(indices, text):
     assert list_samples(indices) == text
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize(
+    ("data", "index", "named"),
+    [
+        (float64_data(6), 9, "no sample 9 among the 6 samples"),
+        (float64_data(6), -7, "no sample -7 among the 6 samples"),
+        (Subset(float64_data(6), [0, 1]), 2, "no sample 2 among the 2 samples"),
+        (Subset(float64_data(6), [0, 1]), -3, "no sample -3 among the 2 samples"),
+        (Subset(float64_data(6), [0, 8]), 1, "no sample 8 among the 6 samples"),
+    ],
+)
+def test_a_wrong_index_into_memory_is_named(data, index, named, seed):
+    trainer = adamw_trainer(float64_model(), seed=seed)
+    with pytest.raises(IndexError, match=named) as caught:
+        trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs={"sampler": [0, index]})
+    assert "num_embeddings" not in str(getattr(caught.value, "__notes__", ""))
+
+
+def test_a_wrong_index_into_a_subset_is_noted():
+    data = Subset(Rows(float64_data(6)), [1, 2, 3, 4])
+    trainer = adamw_trainer(float64_model())
+    kwargs = {"sampler": [0, 7], "num_workers": 0}
+    with pytest.raises(IndexError, match="out of range") as caught:
+        trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs=kwargs)
+    assert any("Subset[7]" in note for note in caught.value.__notes__)
+    assert caught.value.__context__ is None

@@ -222,3 +222,14 @@ def test_the_length_that_a_stream_had_before_its_epoch_counts(promised, warns, r
     train(make_trainer(), train_dataset=Learns(promised), epochs=1)
     said = [str(warning.message) for warning in recwarn]
     assert any("ended after 4 steps of this epoch" in text for text in said) == warns
+
+
+@pytest.mark.extension("streams")
+def test_a_length_that_is_not_implemented_is_unknown():
+    class Unknown(Stream):
+        def __len__(self):
+            raise NotImplementedError
+
+    trainer = make_trainer()
+    trainer.train(Unknown(6), 2, per_device_batch_size=2)
+    assert trainer.progress.update == 6

@@ -103,3 +103,18 @@ def test_evaluation_datasets_by_name_are_evaluated_one_by_one():
     assert metrics.keys() == {"clean_evaluation_loss", "noisy_evaluation_loss"}
     assert metrics["clean_evaluation_loss"] == pytest.approx(trainer.evaluate(clean)["evaluation_loss"], abs=1e-12)
     assert metrics["clean_evaluation_loss"] == pytest.approx(history["clean_eval_loss_epoch"][-1], abs=1e-12)
+
+
+def test_a_sampler_of_datasets_by_name_orders_them():
+    read = []
+    model = float64_model()
+
+    class Sum(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            read.extend(batch["a"][0][:, 0].tolist())
+            return {"loss": self.model(batch["a"][0]).mean(), "batch_size": len(batch["a"][0])}
+
+    trainer = make_trainer((), model, Sum, loss_func=None)
+    data = {"a": tagged(4, 0), "b": tagged(4, 100)}
+    trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs={"sampler": [3, 1], "shuffle": False})
+    assert read == [3, 1]

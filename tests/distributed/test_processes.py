@@ -241,6 +241,9 @@ def process_helpers() -> Any:
         "of unequal lengths": [
             trainer.tensor_to_numeric(torch.arange(own_rank() + 1.0), reduce) for reduce in ("sum", "mean", "max")
         ],
+        "with an empty one": [
+            trainer.tensor_to_numeric(torch.arange(1.0, own_rank() + 1.0), reduce) for reduce in ("sum", "max")
+        ],
         "from the last": trainer.broadcast_object(own_rank(), source=dist.get_world_size() - 1),
     }
     pair = dist.new_group([0, 1])
@@ -264,6 +267,8 @@ def test_processes_gather_broadcast_and_wait(ranks):
         assert result["numbers"] == {None: rank + 1, "sum": sum(range(n + 1)), "mean": (n + 1) / 2, "max": n, "min": 1}
         elements = [element for other in range(n) for element in range(other + 1)]
         assert result["of unequal lengths"] == [sum(elements), sum(elements) / len(elements), n - 1]
+        positive = [element for element in elements if element]
+        assert result["with an empty one"] == [sum(positive), n - 1]
         assert result["from the last"] == n - 1
         assert result.get("pair") == (([0, 1], 1) if rank < 2 else None)
         assert result["after the barrier"] == len(everyone)
@@ -284,6 +289,33 @@ def test_buffers_of_any_kind_are_copied_from_the_first_process(ranks):
         assert buffers["expanded"] == [0, 0, 0]
         for name in ("int16", "uint16", "bfloat16", "bool", "complex64"):
             assert buffers[f"of {name}"] == [1, 0], name
+
+
+def errors_of_one() -> list[str]:
+    """What each process is told of an object that one cannot send, and of a buffer that none can."""
+    trainer = Trainer(float64_model(), None, None, callbacks=[])
+    module = nn.Module()
+    module.register_buffer("sparse", torch.eye(2).to_sparse())
+    calls = [
+        lambda: trainer.all_gather_object(print if own_rank() else lambda: 0),
+        lambda: trainer.sync_buffers(module),
+    ]
+    told = []
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            told.append(str(error))
+        trainer.barrier()
+    return told
+
+
+def test_errors_are_not_blamed_on_other_processes(ranks):
+    for rank, (unsent, unsupported) in enumerate(ranks(errors_of_one)):
+        assert ("Rank 0 failed" in unsent) == (rank > 0)
+        assert "pickle" in unsent
+        assert "Sparse" in unsupported
+        assert "has not called it" not in unsupported
 
 
 def objects_of_any_length() -> list[tuple[Any, Any]]:

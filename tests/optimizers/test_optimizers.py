@@ -297,9 +297,11 @@ def test_a_state_of_other_groups_is_refused():
     with pytest.raises(ValueError, match="it has 1 parameter groups, but the optimizers have 3"):
         optimizer.load_state_dict(single.state_dict())
     state = optimizer.state_dict()
-    state["param_groups"][0]["params"] = [0]
-    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+    state["param_groups"][0]["lr"] = 9.0
+    state["param_groups"][-1]["params"] = []
+    with pytest.raises(ValueError, match="its parameter groups have 2, 1, 0 parameters, but those of the optimizers"):
         optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] != 9.0  # no part is loaded
 
 
 def test_zero_grad_clears_the_gradients_of_each_optimizer():

@@ -13,7 +13,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanAbsoluteError
 
-from pytorch_accel_lite import InMemoryRunHistory, LossTracker, Progress, RunHistory, Trainer, TrainerRunConfig
+from pytorch_accel_lite import (
+    InMemoryRunHistory,
+    LossTracker,
+    Progress,
+    RunHistory,
+    StopTrainingError,
+    Trainer,
+    TrainerRunConfig,
+)
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveTrainingStateCallback
 from tests.launching import run_code
 from tests.small_models import listener, make_data, make_trainer, train
@@ -622,3 +630,14 @@ def test_a_history_refuses_invalid_names_and_values():
     with pytest.raises(TypeError, match="metric_name=3 must be the name"):
         history.update_metric(3, 1.0)
     assert not list(history)
+
+
+def test_a_run_resumes_whose_history_was_reset_before_saving(tmp_path):
+    def stopped(trainer, **kwargs):
+        raise StopTrainingError("enough")
+
+    trainer = train(make_trainer([listener(on_update_end=stopped)], seed=1))
+    trainer.run_history.reset()
+    trainer.save_training_state(tmp_path)
+    resumed = train(make_trainer(seed=1), epochs=2, resume_from=tmp_path)
+    assert resumed.progress.epoch == 2

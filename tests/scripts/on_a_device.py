@@ -5,6 +5,7 @@ There all cases run on the device, one after another; tests/base/test_devices.py
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import io
 import json
@@ -184,6 +185,28 @@ def case_predictions() -> Any:
     predicted["boxes"] = [list(sample.values()) for sample in boxes.predict(make_data(5), per_device_batch_size=2)]
     results["waits"].pop("event", None)  # the copies of the step before, while the device has the next one to compute
     return results | {"predicted": predicted}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def case_dataclasses() -> Any:
+    """Batches that are dataclasses, or have them among their parts."""
+
+    class OfPairs(Trainer):
+        def calculate_train_batch_loss(self, batch: Any) -> Any:
+            pair = batch["pairs"][0]
+            return super().calculate_train_batch_loss((pair.x, pair.y))
+
+    def collate_fn(samples: Any) -> Any:
+        return {"pairs": [Pair(*map(torch.stack, zip(*samples, strict=True)))]}
+
+    return results_of(
+        train(make_trainer(trainer_class=OfPairs, seed=3), train_dataloader_kwargs={"collate_fn": collate_fn})
+    )
 
 
 def case_split_batches() -> Any:

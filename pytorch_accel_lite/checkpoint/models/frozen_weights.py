@@ -74,7 +74,10 @@ def leave_out_frozen(
     if created is not None:
         now = weight_checksums({name: state[name] for name in frozen})
         frozen = {name for name, number in now.items() if created.get(name) == number}
-    return left_out | weight_checksums({name: state.pop(name) for name in [*state] if name in frozen})
+    others = weight_checksums({name: value for name, value in state.items() if name in frozen})
+    for name in others:  # those without a checksum, such as sparse ones, stay
+        del state[name]
+    return left_out | others
 
 
 def describe_other_weights(model: nn.Module, left_out: Mapping[str, int | None], source: str | os.PathLike[str]) -> str:

@@ -9,7 +9,7 @@ import os
 from pytorch_accel_lite.checkpoint import folder_path
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, is_overridden
-from pytorch_accel_lite.extension_tools.data_and_batches import dataset_of, find_length, to_cpu
+from pytorch_accel_lite.extension_tools.data_and_batches import dataset_of, find_length, infer_batch_size, to_cpu
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import evaluating_optimizers, other_modules
 from pytorch_accel_lite.extension_tools.plain_types import Tree
 from pytorch_accel_lite.extension_tools.states_and_files import weight_checksums, without_compile
@@ -81,6 +81,13 @@ class PredictionWriterCallback(TrainerCallback):
         indices = _indices_of_batch(trainer)
         if not indices:  # a filler batch, which only keeps the processes in step
             return
+        batch = trainer.run.batch
+        rows = len(indices) if batch is None else infer_batch_size(batch.data, len(indices))
+        if rows != len(indices):
+            raise ValueError(
+                f"PredictionWriterCallback cannot tell which of {len(indices)} samples the {rows} rows of a batch are. "
+                "Let collate_fn return a row for each sample."
+            )
         self._indices += indices
         self._outputs.append(to_cpu(batch_output, len(indices)))
         if len(self._indices) >= self.shard_size:
@@ -104,6 +111,9 @@ def _indices_of_batch(trainer: TrainerLike) -> list[int]:
     indices: list[int] | None = trainer.run.batch_indices
     if indices is None:
         raise TypeError("PredictionWriterCallback needs a dataset whose samples have indices, not a stream.")
+    for index in indices:
+        if not isinstance(index, int):
+            raise TypeError(f"PredictionWriterCallback needs samples with integers as indices, not {index!r}.")
     return indices
 
 

@@ -99,7 +99,7 @@ class WorstSamplesCallback(TrainerCallback):
         size = len(targets) if isinstance(targets, torch.Tensor) else int(batch_output["batch_size"])
         with torch.no_grad():
             losses = _per_sample(self._loss(outputs, targets), size)
-        numbers = [None] * size if indices is None else torch.as_tensor(indices, device=losses.device)
+        numbers = _numbers(indices, size, losses.device)
         columns = numbers, losses, _rows(_predicted(outputs, targets), size), _rows(targets, size)
         if trainer.run in self._kept:
             columns = tuple(map(_join, self._kept[trainer.run], columns))
@@ -165,6 +165,13 @@ def _dataset_of(sample: WorstSample, datasets: Any) -> Any:
     # An averaged model adds its own prefix to the name.
     names = [name for name in datasets if f"_{sample.dataset}".endswith(f"_{name}")]
     return datasets[max(names, key=len, default=sample.dataset)]
+
+
+def _numbers(indices: list[Any] | None, size: int, device: torch.device) -> list[Any] | torch.Tensor:
+    """Return the index of each row of a batch, or ``None`` for each, as where ``collate_fn`` has left samples out."""
+    if indices is None or len(indices) != size:
+        return [None] * size
+    return torch.as_tensor(indices, device=device) if all(isinstance(index, int) for index in indices) else indices
 
 
 def _without_reduction(loss_func: Any) -> Callable[[Any, Any], torch.Tensor]:

@@ -359,3 +359,38 @@ def test_a_folder_not_shared_by_the_processes_is_an_error(two_ranks):
     for rank, said in enumerate(two_ranks(write_into_local_folders)):
         assert said.startswith("Rank 1 failed: FileNotFoundError: ") == (rank == 0)
         assert "directory='predictions' is not the directory of the first process on " in said
+
+
+class WithoutTwo(torch.utils.data.Dataset):
+    """Eight samples, one of which cannot be read."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return None if index == 2 else (torch.full((5,), float(index), dtype=torch.float64), torch.zeros(1))
+
+
+def test_rows_of_unknown_samples_are_refused(tmp_path):
+    def collate_fn(samples):
+        return torch.utils.data.default_collate([sample for sample in samples if sample is not None])
+
+    trainer = adamw_trainer(float64_model(), callbacks=[PredictionWriterCallback(tmp_path)])
+    with pytest.raises(ValueError, match="cannot tell which of 4 samples the 3 rows of a batch are"):
+        list(trainer.predict_iter(WithoutTwo(), per_device_batch_size=4, collate_fn=collate_fn))
+    assert not list(tmp_path.glob("shard-*"))
+
+
+def test_samples_with_names_are_refused_at_once(tmp_path):
+    data = {"a": torch.zeros(5, dtype=torch.float64), "b": torch.zeros(5, dtype=torch.float64)}
+
+    class Named(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(data)
+
+        def __getitem__(self, name):
+            return data[name], torch.zeros(1)
+
+    trainer = adamw_trainer(float64_model(), callbacks=[PredictionWriterCallback(tmp_path)])
+    with pytest.raises(TypeError, match="needs samples with integers as indices, not 'a'"):
+        list(trainer.predict_iter(DataLoader(Named(), sampler=["a", "b"])))

@@ -276,3 +276,44 @@ def test_numbers_of_samples_and_functions_are_checked():
         WorstSamplesCallback(loss="mse")
     with pytest.raises(TypeError, match="transform=1 must be a function"):
         WorstSamplesCallback(transform=1)
+
+
+class Numbered(torch.utils.data.Dataset):
+    """Each sample is its number, but one cannot be read. Names are read as numbers, too."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        number = int(index)
+        return None if number == 2 else (torch.full((3,), float(number), dtype=torch.float64), torch.zeros(1))
+
+
+def identity() -> nn.Module:
+    model = nn.Linear(3, 1, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 0, 0]]))
+        model.bias.zero_()
+    return model
+
+
+def test_no_sample_is_named_where_some_were_left_out():
+    def collate_fn(samples):
+        return torch.utils.data.default_collate([sample for sample in samples if sample is not None])
+
+    worst = WorstSamplesCallback(5)
+    adamw_trainer(identity(), callbacks=[worst]).evaluate(Numbered(), 4, collate_fn=collate_fn)
+    assert [(sample.index, sample.prediction) for sample in worst.samples] == [
+        (7, 7.0),
+        (6, 6.0),
+        (5, 5.0),
+        (4, 4.0),
+        (None, 3.0),
+    ]
+
+
+def test_samples_may_have_names():
+    worst = WorstSamplesCallback(2)
+    loader = torch.utils.data.DataLoader(Numbered(), sampler=["5", "7", "6"], batch_size=2)
+    adamw_trainer(identity(), callbacks=[worst]).evaluate(loader)
+    assert [sample.index for sample in worst.samples] == ["7", "6"]
