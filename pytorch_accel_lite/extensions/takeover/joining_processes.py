@@ -136,11 +136,6 @@ def save_final_state(trainer: TrainerLike, membership: Membership) -> None:
 
 def enter(run: Run, membership: Membership) -> None:
     """Enter the next generation, of which this process is a member."""
-    membership.disconnect()
     membership.join(membership.joins)
-    try:
-        membership.agree()
-        membership.announce_change(membership.begun_at)
-    except RuntimeError as error:
-        membership.recover(error)
+    membership.announce_change(membership.begun_at)
     run.control.realign()

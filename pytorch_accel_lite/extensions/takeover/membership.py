@@ -138,15 +138,33 @@ class Membership:
 
     # ------------------------------------------------------------------------------------- generations
 
-    def join(self, only: int | None = None) -> None:
-        """Enter the latest generation together with all of its members, and redivide the work.
+    def join(self, only: int | None = None) -> bool:
+        """Enter the latest generation together with all of its members, and agree on which actions are complete.
+
+        If another process is lost meanwhile, do so again. Every generation begins with this agreement, also that of the
+        start: a process that could not connect enters the next generation, in which the others recover from this.
 
         Args:
             only: for a newcomer, the number of the generation whose state it has
 
+        Returns:
+            whether others have completed the action of this process
+
         Raises:
             SystemExit: if this process is not a member
         """
+        while True:
+            self.disconnect()
+            self._move(only)
+            only = None
+            try:
+                return self._agree()
+            except RuntimeError as error:
+                if not self._has_lost_one(error):
+                    raise
+
+    def _move(self, only: int | None) -> None:
+        """Connect with the members of the latest generation, and redivide the work."""
         if self.generation is None:
             self.store.wait_for_first()
         while (generation := self._enter(only)) is None:
@@ -348,12 +366,7 @@ class Membership:
         noticed_at = time.monotonic()
         if not self._has_lost_one(error):
             raise error
-        while True:
-            self.disconnect()
-            self.join()
-            with suppress(RuntimeError):  # another process is lost
-                is_done = self.agree()
-                break
+        is_done = self.join()
         if self._lacks_shards:
             self.check_is_first_training(error)
             self._raise_restart()
@@ -383,23 +396,6 @@ class Membership:
                 "first training. Start the job again with resume_from='latest'."
             ) from error
 
-    def enter_sharded(self, only: int | None = None) -> None:
-        """Enter the generation in which the program of a sharded run starts or restarts.
-
-        Args:
-            only: as for ``join()``
-        """
-        while True:
-            self.disconnect()
-            self.join(only)
-            only = None
-            try:
-                self.agree()
-                return
-            except RuntimeError as error:
-                if not self._has_lost_one(error):
-                    raise
-
     def lost_shards(self, error: Exception) -> bool:
         """Whether an error of the program is due to a process that was lost while a sharded run restarted."""
         if not (self.bypasses_meshes or isinstance(error, RuntimeError)):
@@ -417,7 +413,7 @@ class Membership:
         self.completed = self.trainings = 0
         self.outcome = None
 
-    def agree(self) -> bool:
+    def _agree(self) -> bool:
         """Agree on which actions are complete; return whether others have completed the action of this process.
 
         If a process lacks the outcome of the latest action, it is broadcast. If the weights are sharded, and the

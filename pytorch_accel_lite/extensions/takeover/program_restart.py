@@ -61,7 +61,7 @@ def join_sharded(membership: Membership) -> None:
     membership.trainings = 1
     membership.restart.state = wait_for_state(membership)
     membership.reset()
-    membership.enter_sharded(membership.joins)
+    membership.join(membership.joins)
 
 
 def restart_program(membership: Membership) -> None:
@@ -81,7 +81,7 @@ def restart_program(membership: Membership) -> None:
     membership.reset()
     use_holders(None)
     if not restart.has_entered:
-        membership.enter_sharded()
+        membership.join()
     restart.has_entered = False
     if membership.rank == 0 and not loses_nothing:
         restart.remove_folder()  # saving the state was interrupted

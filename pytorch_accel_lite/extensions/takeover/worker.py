@@ -68,6 +68,7 @@ def run(order: Order) -> None:
         run_alone()
     else:
         membership.join()
+        membership.announce_change(membership.begun_at)  # nobody is told: no run has begun
     atexit.register(_leave, membership)
     while not _run_to_the_end(order.program, membership):
         restart_program(membership)

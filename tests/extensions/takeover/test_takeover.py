@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.extensions.takeover.jobs import ALL, KILLED, LAUNCH, Outcome, begin, check_equal, end, kill, lives, report
 from tests.launching import CAN_SHARD, PATIENCE, SOAK, WarmPython, environment, only_with_soak, run_module
@@ -58,6 +59,28 @@ def test_kills_in_all_phases_leave_no_trace_down_to_one_process(run, undisturbed
 def test_kills_while_starting_and_predicting_leave_no_trace(run, undisturbed):
     kills = kill(rank2="beginning", rank1="starting:1", rank3="prediction:1")
     check_equal(run(4, kills=kills, **ALL), undisturbed, survivors=1)
+
+
+def test_a_loss_that_keeps_one_from_connecting_leaves_no_trace(run, undisturbed, tmp_path, monkeypatch):
+    """One of four processes dies once all others are connected, except a second one, which fails to connect."""
+    connect = dist.init_process_group
+
+    def connect_or_fail(*args: Any, **kwargs: Any) -> None:
+        connect(*args, **kwargs)
+        if (mark := tmp_path / str(kwargs["rank"])).exists():
+            return
+        mark.touch()
+        while len([*tmp_path.iterdir()]) < 4:
+            time.sleep(0.001)
+        if mark.name == "2":
+            os.kill(os.getpid(), KILLED)
+        if mark.name == "1":
+            raise RuntimeError("gloo: Connection closed by peer")
+
+    monkeypatch.setattr(dist, "init_process_group", connect_or_fail)
+    outcome = run(4, kills=kill(rank2="forward:3"), **ALL)
+    check_equal(outcome, undisturbed, survivors=2)
+    assert [written["changes"] for written in outcome.written] == [[[[2], [], 2]]] * 2
 
 
 @only_with_soak
