@@ -26,12 +26,11 @@ class LostConnectionError(RuntimeError):
     """The connections of a collective are closed, but the collective is still pending."""
 
 
-def watch_waits(is_cut_off: Callable[[], bool], note_stuck: Callable[[], None]) -> None:
+def watch_waits(is_cut_off: Callable[[], bool]) -> None:
     """Make every wait for a collective raise an error once the connections of the process group are closed.
 
     Args:
         is_cut_off: whether all connections of the process group are closed
-        note_stuck: called if a thread of the process group keeps waiting
     """
     work: Any = dist.Work
     wait = work.wait
@@ -44,7 +43,6 @@ def watch_waits(is_cut_off: Callable[[], bool], note_stuck: Callable[[], None]) 
             if is_cut_off():
                 time.sleep(_SECONDS_TO_FAIL)
                 if not look():
-                    note_stuck()
                     raise LostConnectionError("Connection closed by peer: gloo waits for a process that is lost.")
         return True
 
@@ -94,7 +92,9 @@ def _is_transfer(work: Any) -> bool:
     return False
 
 
-def never_delete(group: dist.ProcessGroup | None) -> None:
-    """Leak a process group: its destructor would join a thread that waits for a lost process."""
-    if group is not None:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+def never_delete(group: dist.ProcessGroup) -> None:
+    """Leak a process group. Its destructor would join its threads, of which one may wait for a lost process forever.
+
+    That may be a thread with another message than the one whose error was raised.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

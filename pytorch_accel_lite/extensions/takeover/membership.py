@@ -128,7 +128,6 @@ class Membership:
         self.closer = ConnectionCloser(number, host, port, waker)
         self.is_open = self.store.get(Key.OPEN) is not None
         self.fetched: tempfile.TemporaryDirectory[str] | None = None
-        self._is_stuck = False  # whether a thread of the process group waits for a lost process
         self._tried = 0  # the latest generation that failed to connect
         self._announced: list[int] = []
         self._has_outcome = True  # of the latest completed action
@@ -177,7 +176,7 @@ class Membership:
         if before is None:
             self._announced = [member for member in generation.members if member not in generation.came]
             self.closer.begin(lambda: self.completed)
-            watch_waits(self.closer.is_cut_off, self._note_stuck)
+            watch_waits(self.closer.is_cut_off)
         self.redivide()
 
     def _find_place(self, generation: Generation) -> None:
@@ -236,6 +235,7 @@ class Membership:
         self.closer.watch(generation, opened_since(before))
         world = dist.group.WORLD
         assert world is not None
+        never_delete(world)
         set_timeout(world, COLLECTIVE)
         self.control = ControlGroup(world, range(size))
 
@@ -244,13 +244,7 @@ class Membership:
         self.closer.end_connections()
         with suppress(Exception):
             if dist.is_initialized():
-                if self._is_stuck:
-                    never_delete(dist.group.WORLD)
                 dist.destroy_process_group()
-        self._is_stuck = False
-
-    def _note_stuck(self) -> None:
-        self._is_stuck = True
 
     def _change_environment(self) -> None:
         """Update the ranks and world size in the environment and in Accelerate."""

@@ -312,6 +312,45 @@ def test_a_death_during_a_large_message_ends_no_survivor(tmp_path):
     assert (tmp_path / "1" / "1").read_text() == (tmp_path / "2" / "1").read_text()
 
 
+FAILS_WITHIN_A_MESSAGE = """
+import torch
+import torch.distributed as dist
+from pytorch_accel_lite import Trainer
+
+broadcast = dist.broadcast
+
+
+def receive_and_fail(tensor, source, *arguments, **options):
+    if source == 0:
+        return broadcast(tensor, source, *arguments, **options)
+    dist.broadcast = broadcast
+    tensor.fill_(255)
+    transfer = broadcast(tensor, source, *arguments, **options)
+    while (tensor[:8] == 255).all():  # the other process sends 128 MB, of which some have come
+        pass
+    raise RuntimeError("gloo: Connection closed by peer")  # as from another message
+
+
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+trainer = Trainer(model, torch.nn.MSELoss(), optimizer, callbacks=(), seed=0, logical_processes=2)
+if trainer.ranks.rank == 0:
+    dist.broadcast = receive_and_fail
+_, large = trainer.ranks.all_gather_object(torch.full([trainer.ranks.rank << 27], 7, dtype=torch.uint8))
+assert large.sum() == 7 << 27
+"""
+
+
+def test_an_error_beside_a_large_message_ends_no_process(tmp_path):
+    """Otherwise, that process would wait for the rest of the message."""
+    program = tmp_path / "program.py"
+    program.write_text(FAILS_WITHIN_A_MESSAGE)
+    command = [*LAUNCH, "--processes", "2", "--patience", "10", str(program)]
+    job = WarmPython(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+    outcome = end(job, tmp_path)
+    assert outcome.code == 0, outcome.output
+
+
 def test_more_processes_than_logical_ones_are_an_error(run):
     outcome = run(3, logical=2)
     assert outcome.code == 1
