@@ -66,27 +66,25 @@ def admit(trainer: TrainerLike, run: Run, membership: Membership) -> None:
 
     Newcomers whose program has not reached this training yet are admitted later.
     """
-    generation = membership.generation
-    assert generation is not None
     membership.begun_at = time.monotonic()
     ranks, store = trainer.ranks, membership.store
     follows = ranks.result_of_first(store.latest)
+    generation = membership.generation  # the same on all, unless all find that it is not followed by that one
+    assert generation is not None
     if not ranks.result_of_first(lambda: _are_ready(follows, membership)):
         return
     with temporary_folder() as own:
-        folder = ranks.result_of_first(lambda: own)
+        directory = os.path.join(ranks.result_of_first(lambda: own), "state")
         if follows.came:
-            directory = os.path.join(folder, "state")
             run.window.filled, run.window.is_in_step = 0, False
             trainer.save_training_state(directory)
+        if generation.number < follows.number and membership.generation is generation:  # no process was lost meanwhile
             machines = dict(zip(follows.members, follows.machines, strict=True))
-            tells = membership.rank == 0 and membership.generation is generation
-            for newcomer in follows.came if tells else ():
+            for newcomer in follows.came if membership.rank == 0 else ():
                 is_near = machines[newcomer] == machines[membership.number]
                 if not is_near:
                     store.put_folder(Key.SENT, directory, newcomer, follows.number)
                 store.put(Key.STATE, json.dumps([follows.number, is_near, directory]), newcomer)
-        if generation.number < follows.number and membership.generation is generation:  # no process was lost meanwhile
             enter(run, membership)
         for newcomer in follows.came if membership.rank == 0 else ():
             store.drop_folder(Key.SENT, newcomer, follows.number)
