@@ -55,6 +55,24 @@ def test_a_malformed_manifest_field_is_named_and_skipped(tmp_path, field, capsys
         assert f"{older.name}: epoch 1" in capsys.readouterr().out
 
 
+def test_counts_that_a_newer_version_has_besides_are_ignored(tmp_path, capsys):
+    *_, newest = saved(tmp_path)
+    with changed_manifest(newest) as manifest:
+        manifest["progress"] |= {"tokens": 3_000_000_000, "kind": "text"}
+    assert resume(tmp_path).progress.update == 6
+    assert f"Resuming from '{newest}'" in capsys.readouterr().out
+
+
+def test_a_state_without_one_of_the_old_counts_is_damaged(tmp_path, capsys):
+    *_, older, newest = saved(tmp_path)
+    with changed_manifest(newest) as manifest:
+        del manifest["progress"]["samples"]
+    assert resume(tmp_path).progress.update == 6
+    shown = capsys.readouterr().out
+    assert "manifest.json' is damaged: its 'progress' is " in shown
+    assert f"Resuming from '{older}'" in shown
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("content", [[1], {}, {"history": None}, "text"])
 @pytest.mark.parametrize("file", ["trainer.pt", "rank00000.pt"])

@@ -18,7 +18,6 @@ from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.disk.atomic_files import hidden_name
 from pytorch_accel_lite.checkpoint.disk.checksums import CHECKSUM, checksum, hash_files
-from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.step_division import DIVISIONS
 
 T = TypeVar("T")
@@ -127,9 +126,16 @@ def _is_dict(value: object) -> bool:
     return isinstance(value, dict)
 
 
+def _is_count(value: object) -> bool:
+    return _is_integer(value) and value >= 0
+
+
 def _is_progress(value: object) -> bool:
-    names = vars(Progress()).keys()
-    return isinstance(value, dict) and value.keys() == names and all(_is_integer(v) and v >= 0 for v in value.values())
+    return isinstance(value, dict) and all(_is_count(value.get(name)) for name in _COUNTS)
+
+
+#: The counts of progress in states of every version. Newer versions may have more.
+_COUNTS = ("epoch", "epochs_completed", "step", "update", "samples_in_epoch", "samples")
 
 
 #: The checks of fields: of those that every state has, and of those that only newer states have.

@@ -304,7 +304,7 @@ def restore_before_start(trainer: TrainerLike, state: TrainingState, with_schedu
     model.load_state_dict(weights, strict=not left_out)
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
     _restore_user_attributes(trainer, state, is_final=False)
-    trainer.progress.load_state_dict(state.metadata["progress"])
+    _restore_progress(trainer, state.metadata["progress"])
     run = trainer.current_run
     run.epoch_phase = EpochPhase(state.metadata.get("epoch_phase", 0))
     _restore_history(trainer, shared)
@@ -358,6 +358,11 @@ def _restore_user_attributes(trainer: TrainerLike, state: TrainingState, is_fina
     saved = state.shared.get("user_attributes", {})
     attributes = trainer.current_run.user_attributes
     attributes.restore(trainer, saved, own, os.fspath(state.directory), is_final=is_final)
+
+
+def _restore_progress(trainer: TrainerLike, counts: Mapping[str, int]) -> None:
+    """Restore the counts of this version; a state of another one may have more, or lack some."""
+    trainer.progress.load_state_dict({name: counts.get(name, 0) for name in vars(trainer.progress)})
 
 
 def _restore_history(trainer: TrainerLike, shared: StateDict) -> None:
