@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, overload
 
@@ -110,16 +111,19 @@ class CombinedOptimizer(NamedParts[Optimizer], Optimizer):
     def state_dict(self) -> StateDict:
         """Return the state in the form of a single optimizer's state, with parameters numbered across all parts."""
         combined: StateDict = {"state": {}, "param_groups": []}
-        extra = {}
+        extra, whole = {}, {}
         for name, part in self._parts.items():
             state = part.state_dict()
+            if not {"state", "param_groups"} <= state.keys():  # one that wraps another may have a form of its own
+                whole[name] = state
+                state = {"state": {}, "param_groups": _groups_of_numbers(part)}
             first = _count(combined["param_groups"])
             combined["state"] |= {number + first: values for number, values in state.pop("state").items()}
             groups = state.pop("param_groups")
             combined["param_groups"] += [{**g, "params": [number + first for number in g["params"]]} for g in groups]
             if state:  # further entries of an optimizer's state, such as a step count
                 extra[name] = state
-        return combined | ({"parts": extra} if extra else {})
+        return combined | ({"parts": extra} if extra else {}) | ({"whole": whole} if whole else {})
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state returned by ``state_dict()``.
@@ -152,7 +156,7 @@ class CombinedOptimizer(NamedParts[Optimizer], Optimizer):
             }
             first = end
         for name, state in states.items():
-            self._parts[name].load_state_dict(state)
+            self._parts[name].load_state_dict(state_dict.get("whole", {}).get(name, state))
 
     def __getstate__(self) -> dict[str, object]:
         return {"_parts": self._parts, "defaults": self.defaults}
@@ -251,6 +255,12 @@ def _check_parts(optimizers: Mapping[Any, object]) -> None:
                     f"{tuple(parameter.shape)}: both would update it. Give each parameter to one of them."
                 )
             owners[parameter] = name
+
+
+def _groups_of_numbers(optimizer: Optimizer) -> list[StateDict]:
+    """Return the parameter groups in the form of a state, without their options."""
+    numbers = itertools.count()
+    return [{"params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
 
 
 def _count(groups: Iterable[ParamGroup]) -> int:

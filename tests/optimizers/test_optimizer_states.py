@@ -74,10 +74,19 @@ class Wrapping(torch.optim.SGD):
         super().load_state_dict(state_dict["base_optimizer"])
 
 
+def wrapping(model: nn.Module, kind: str) -> Optimizer | list[Optimizer]:
+    """An optimizer with states of its own form, or three of which it is the second."""
+    if kind == "alone":
+        return Wrapping(model.parameters(), momentum=0.9)
+    first, *others, last = model.parameters()
+    kinds = (torch.optim.AdamW, partial(Wrapping, momentum=0.9), torch.optim.AdamW)
+    return [create(part) for create, part in zip(kinds, ([first], others, [last]), strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["alone", "combined"])
 @pytest.mark.parametrize("load", ["checkpoint", "state"])
-def test_a_state_of_another_form_is_loaded_by_its_optimizer(load, tmp_path):
-    models = [make_model() for _ in range(2)]
-    saved, loaded = [make_trainer(model=m, optimizer=Wrapping(m.parameters(), momentum=0.9)) for m in models]
+def test_a_state_of_another_form_is_loaded_by_its_optimizer(load, kind, tmp_path):
+    saved, loaded = [make_trainer(model=m, optimizer=wrapping(m, kind)) for m in (make_model(), make_model())]
     saved.callback_handler.add_callback(SaveTrainingStateCallback(tmp_path / "states"))
     train(saved)
     saved.save_checkpoint(tmp_path / "model.pt")
