@@ -329,9 +329,7 @@ def restore_again(trainer: TrainerLike, state: TrainingState, options: Options) 
     read = read_weights(state, without_compile(current))
     weights = fit_model_state(model, read, state.directory, left_out=left_out)
     comparable = {name for name, value in weights.items() if _is_plain(value) and _is_plain(current[name])}
-    changed = [
-        name for name in sorted(comparable) if not torch.equal(weights[name].to(current[name].device), current[name])
-    ]
+    changed = [name for name in sorted(comparable) if not _are_same(weights[name].to(current[name]), current[name])]
     if changed or len(comparable) < len(weights):
         model.load_state_dict(weights, strict=not left_out)
     if changed:
@@ -351,6 +349,11 @@ def restore_again(trainer: TrainerLike, state: TrainingState, options: Options) 
 def _is_plain(weight: torch.Tensor) -> bool:
     """Whether a weight can be compared. Sharded ones would take a collective; others may be of a kind of their own."""
     return type(weight) in (torch.Tensor, nn.Parameter) and is_dense(weight)
+
+
+def _are_same(saved: torch.Tensor, current: torch.Tensor) -> bool:
+    """Whether two weights are equal, also if both are NaN somewhere, as a buffer may be until it is first used."""
+    return saved.shape == current.shape and torch.allclose(saved, current, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _restore_user_attributes(trainer: TrainerLike, state: TrainingState, is_final: bool) -> None:

@@ -57,7 +57,7 @@ def check_reload(probe: Probe) -> Iterator[Finding]:
                 yield mistake(f"Loading the program's own state raised {describe_error(error)}")
                 return
             different = _differ(uninterrupted, _update(probe, update, (2, 3)))
-    lost = [name for name, value in after.items() if name not in before or not torch.equal(value, before[name])]
+    lost = [name for name, value in after.items() if name not in before or not _are_equal(value, before[name])]
     reason = f" Training changes {listed(lost)}, which no saved model contains." if lost else ""
     if off > TOLERANCE:
         text = (
