@@ -1026,6 +1026,11 @@ class Trainer:
             handler.call_event(event, self, **kwargs)
         except RunPausedError as pause:
             control.request(pause)
+        except StopTrainingError:
+            # A state that is saved now counts the update, so a run resumed from it would never have its event.
+            if event == "on_train_step_end" and self.current_run.window.is_between_updates:
+                self.call_event("on_update_end", step=kwargs["step"])
+            raise
 
     @property
     def is_running(self) -> bool:

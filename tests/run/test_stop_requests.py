@@ -23,6 +23,7 @@ from tests.small_models import (
     listener,
     make_data,
     make_trainer,
+    raises_at,
     train,
     warnings_of,
     weights,
@@ -217,6 +218,15 @@ def stop_before_others() -> Any:
 @two_are_enough
 def test_callbacks_after_a_stop_get_the_events_of_one_process(ranks):
     assert ranks(stop_before_others) == [stop_before_others()] * ranks.world_size
+
+
+def test_a_stop_after_an_update_skips_none_of_its_events(tmp_path):
+    heard: list[int] = []
+    listening = listener(on_update_end=lambda trainer, **_: heard.append(trainer.progress.update))
+    for stop, epochs in ((raises_at(2, StopTrainingError("enough")), 1), (listener(), 2)):
+        saving = SaveTrainingStateCallback(tmp_path / "states")
+        train(make_trainer([stop, listening, saving], seed=1), epochs, resume_from="latest")
+    assert heard == [1, 2, 3, 4, 5, 6]
 
 
 # --------------------------------------------------------------------------------------- weights at the end
