@@ -1,4 +1,4 @@
-"""The names of the extensions: what each offers, the arguments that need it, and what it needs itself."""
+"""The names of the extensions: what each offers, the arguments and variables that need it, what it needs itself."""
 
 from __future__ import annotations
 
@@ -123,6 +123,8 @@ OFFERED: dict[str, tuple[str, ...]] = {
 }
 #: The extensions that have arguments of a trainer.
 ARGUMENTS = {"logical_processes": "logical", "metrics": "metrics"}
+#: The extensions that have environment variables.
+VARIABLES = {"PT_ACC_HANG_SECONDS": "hang_watch", "PT_ACC_LIMIT_BATCHES": "pytorch_accelerated"}
 #: The extensions that another one needs: it uses their public names, and is deleted with them.
 NEEDED = {
     "advice": ("monitoring",),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from pytorch_accel_lite.extension_names import OFFERED
+from pytorch_accel_lite.extension_names import OFFERED, VARIABLES
 
 C = TypeVar("C", bound=type)
 
@@ -60,6 +61,14 @@ def add_missing_method_errors(cls: C) -> C:
         if prefix == cls.__name__ and not hasattr(cls, method):
             setattr(cls, method, _MissingMethod(missing_name_error(method, prefix)))
     return cls
+
+
+def check_environment() -> None:
+    """Raise an error if an environment variable asks for something that a missing extension would do."""
+    for variable, extension in VARIABLES.items():
+        is_missing = f"{_PACKAGE}.extensions.{extension}" not in sys.modules
+        if is_missing and (value := os.environ.get(variable, "none")) not in ("none", "0"):
+            raise ValueError(f"{variable}={value} {missing_extension_text(extension)}")
 
 
 def missing_extension_text(extension: str) -> str:

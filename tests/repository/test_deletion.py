@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pytorch_accel_lite.extension_names import ARGUMENTS, NEEDED, OFFERED
+from pytorch_accel_lite.extension_names import ARGUMENTS, NEEDED, OFFERED, VARIABLES
 from tests.launching import ROOT, SOAK, EarlyFork, environment, forget, run_forked, some_of
 
 PACKAGE = ROOT / "pytorch_accel_lite"
@@ -30,7 +30,8 @@ OF_THE_PACKAGE = [
 ]
 #: Asks for names that have gone.
 PROGRAM = """
-import sys
+import os, sys
+from unittest import mock
 import pytorch_accel_lite
 from pytorch_accel_lite import Trainer, callbacks, checkpoint, data, ema, finetuning, integrations, optimizers, plotting
 from pytorch_accel_lite import schedulers, utils
@@ -47,8 +48,10 @@ for qualified in sys.argv[1:]:
     owner, _, name = qualified.rpartition(".")
     try:
         if "=" in name:
-            argument, _, value = name.partition("=")
-            Trainer(torch.nn.Linear(1, 1), None, None, **{argument: int(value)})
+            setting, _, value = name.partition("=")
+            arguments = {} if setting.isupper() else {setting: int(value)}
+            with mock.patch.dict(os.environ, {setting: value} if setting.isupper() else {}):
+                Trainer(torch.nn.Linear(1, 1), None, None, **arguments)
         elif owner == "Trainer":
             getattr(trainer, name)
         else:
@@ -78,7 +81,8 @@ def delete(copy: Path, extension: str) -> list[str]:
             path.write_text(without(extension, path.read_text()))
     shutil.rmtree(package / "extensions" / extension)
     shutil.rmtree(copy / "tests" / "extensions" / extension)
-    return [*OFFERED[extension], *(f"{argument}=2" for argument, owner in ARGUMENTS.items() if owner == extension)]
+    settings = [name for name, owner in (ARGUMENTS | VARIABLES).items() if owner == extension]
+    return [*OFFERED[extension], *(f"{name}=2" for name in settings)]
 
 
 def without(extension: str, text: str) -> str:

@@ -25,6 +25,7 @@ from pytorch_accel_lite.base.arguments import (
     refuse_class,
 )
 from pytorch_accel_lite.base.display import listed, short_repr
+from pytorch_accel_lite.base.missing_extensions import check_environment
 from pytorch_accel_lite.base.modules import tensor_parallel_size
 from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import is_overridden
@@ -92,7 +93,8 @@ def _check_compile_options(name: str, options: dict[str, object]) -> None:
 
 
 def check_constructor(loss_func: object, optimizer: object, seed: object) -> None:
-    """Check the loss function, the optimizer and the seed of a trainer."""
+    """Check the loss function, the optimizer and the seed of a trainer, and the environment."""
+    check_environment()
     refuse_class("loss_func", loss_func)
     if loss_func is not None and not callable(loss_func):
         hint = "Pass a loss function, such as torch.nn.CrossEntropyLoss()."
