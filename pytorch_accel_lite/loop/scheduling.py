@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from pytorch_accel_lite.base.display import short_repr
 from pytorch_accel_lite.base.warnings_and_errors import warn_outside
+from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_ranks, kinds_of_schedulers
 from pytorch_accel_lite.optimizers.combined_optimizers import create_schedulers
 from pytorch_accel_lite.optimizers.optimizer_parts import (
     SchedulerFactory,
@@ -237,6 +238,8 @@ def begin_schedule(trainer: TrainerLike, run: Run) -> None:
         initial = _begin_from_initial_rates(trainer, run, has_schedule)
     else:
         trainer._check_scheduler(run.request)
+    if run.ranks.world_size > 1 and trainer.check_replicas:
+        check_same_on_all_ranks(kinds_of_schedulers(trainer.scheduler), run.ranks)
     for check in RUN_CHECKS.of_schedule:
         check(trainer, run, initial if run.resumed is None else None)
     if trainer.scheduler is not None and run.resumed is None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback, SaveTrainingStateCallback
@@ -170,6 +171,24 @@ def arguments_of_their_own() -> list[str]:
             except ValueError as error:
                 said.append(str(error))
     return said
+
+
+def scheduled_on_one_rank() -> list[str]:
+    """The errors when only one rank has a scheduler, the last or the first."""
+    said = []
+    for scheduled in (1, 0):
+        trainer = adamw_trainer(float64_model(), callbacks=[], seed=0)
+        schedule = partial(StepLR, step_size=1) if rank() == scheduled else None
+        with pytest.raises(ValueError, match="scheduler=") as error:
+            trainer.train(DATA, create_scheduler_fn=schedule, **HOW)
+        said.append(str(error.value))
+    return said
+
+
+def test_a_scheduler_of_a_single_rank_is_an_error(two_ranks):
+    for last, first in two_ranks(scheduled_on_one_rank):
+        assert last.startswith("scheduler='StepLR' on rank 1, but scheduler=nothing on rank 0.")
+        assert first.startswith("scheduler=nothing on rank 1, but scheduler='StepLR' on rank 0.")
 
 
 @pytest.mark.extension("progress_bar")

@@ -17,7 +17,7 @@ from pytorch_accel_lite.base.values import is_dense, sums_of_bits
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call
-from pytorch_accel_lite.optimizers.optimizer_parts import TrainerOptimizer
+from pytorch_accel_lite.optimizers.optimizer_parts import TrainerOptimizer, TrainerScheduler, schedulers_in
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.trained_objects import all_optimized_parameters, other_modules, updated_parameters
@@ -85,6 +85,12 @@ def settings_of_optimizer(optimizer: TrainerOptimizer) -> dict[str, object]:
             if _is_comparable(value):
                 found[f"optimizer.param_groups[{number}][{name!r}]"] = value
     return found
+
+
+def kinds_of_schedulers(scheduler: TrainerScheduler) -> dict[str, object]:
+    """Return the names of the classes of a trainer's schedulers, for a comparison between processes."""
+    parts = {} if scheduler is None else schedulers_in(scheduler)
+    return {f"scheduler[{name!r}]" if name else "scheduler": type(part).__name__ for name, part in parts.items()}
 
 
 def _is_comparable(value: object) -> bool:
