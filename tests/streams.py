@@ -45,6 +45,14 @@ class Shelf(IterableDataset):
         self.first = state["next"]
 
 
+class Rewinding(Shelf):
+    """A ``Shelf`` that is at its start again as soon as it ends, also by its state."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+        self.next = 0
+
+
 class Forgetful(Shelf):
     """A ``Shelf`` without a state."""
 
@@ -75,6 +83,7 @@ class ForItsLoader(Shelf):
 
 SHELVES = {
     "shelf": Shelf,
+    "rewinding": Rewinding,
     "forgetful": Forgetful,
     "for its loader": ForItsLoader,
     "own part": Shelf,

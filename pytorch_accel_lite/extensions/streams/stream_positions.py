@@ -17,6 +17,8 @@ from pytorch_accel_lite.extension_tools.data_and_batches import Sample, Source, 
 from pytorch_accel_lite.extension_tools.random_numbers import preserving_generators
 from pytorch_accel_lite.extensions.streams.stream_shards import package_of, streams_in
 
+#: Key of the state after the last batch of an epoch, when some sources are at their start again.
+_ENDED = "after the last batch"
 #: The tracker of the loader that started to read a source last, by the identity of the source.
 _latest: WeakValueDictionary[int, PositionTracker] = WeakValueDictionary()
 
@@ -85,9 +87,14 @@ class PositionTracker:
 
     def reopen(self, position: SourceState, start: Callable[[], Iterator[Sample]]) -> Iterator[Sample]:
         """Return to a position and call ``start``, which starts reading."""
+        has_ended = isinstance(position, dict) and position.keys() == {_ENDED}
+        state = position[_ENDED] if has_ended else position
         try:
-            self._source.load_state_dict(position)
+            self._source.load_state_dict(state)
             batches = start()
+            if has_ended and [*islice(batches, 1)]:
+                self._source.load_state_dict(state)
+                batches = iter(())
         except OSError:  # the source cannot be opened
             raise
         except Exception as error:
@@ -105,6 +112,8 @@ class PositionTracker:
             self._ahead.append(copy.deepcopy(self._source.state_dict()) if is_known else None)
             yield batch
         self._has_ended = True
+        if self._ahead and self._ahead[-1] is not None:
+            self._ahead[-1] = {_ENDED: self._ahead[-1]}
 
     @property
     def is_used_up(self) -> bool:

@@ -64,6 +64,14 @@ def test_a_stateful_source_resumes_without_reading_again(tmp_path, kind):
         assert "read again" not in resumed["printed"]
 
 
+def test_a_stream_at_its_start_when_it_ends_is_not_read_twice(tmp_path):
+    whole = train_on("rewinding", tmp_path)
+    for update in (BATCHES - 1, BATCHES, BATCHES + 1):
+        resumed = train_on("rewinding", resume_from=tmp_path / f"{update}")
+        assert same_bits(resumed["seen"], whole["seen"][update:])
+        assert equal_weights(resumed["weights"], whole["weights"])
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "reason"),
