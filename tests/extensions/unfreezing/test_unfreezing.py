@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,6 +181,19 @@ def test_several_processes_unfreeze_as_one(ranks):
         for key, expected in alone.items():
             assert equal_weights(result[key], ranks(gradual_unfreezing)[0][key]), key
             assert largest_difference(result[key], expected) < 1e-10, key
+
+
+def resumed_at_epochs(folder: Path) -> list[bool]:
+    """Whether a run ends with the same weights if it is resumed where an epoch unfreezes layers."""
+    whole = unfreezing_run(folder / "whole")
+    states = [folder / "whole" / f"update-{update:09}" for update in (1, 2)]
+    again = [unfreezing_run(folder / f"from {state.name}", state) for state in states]
+    return [equal_weights(weights(whole.get_model()), weights(resumed.get_model())) for resumed in again]
+
+
+@pytest.mark.processes
+def test_three_processes_resume_where_an_epoch_unfreezes(job, tmp_path):
+    assert job(3).run(resumed_at_epochs, tmp_path) == [[True, True]] * 3
 
 
 @pytest.mark.parametrize(
