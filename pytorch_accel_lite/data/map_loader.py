@@ -143,9 +143,16 @@ class _EpochShares:
         return self.planned
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the indices to read in each step; with a seed, as a ``SeededShare`` unless data are in memory."""
+        """Return the indices to read in each step; with a seed, as a ``SeededShare`` unless data are in memory."""
         assert self.next_iteration is not None, "begin() has not been called"
-        epoch, position, limit, min_share, planned = self.next_iteration
+        steps = None
+        if self.is_batched and self._options.seed is None and self._ranks.world_size == 1:
+            # Begun at once, as in a DataLoader, since a batch sampler may draw random numbers when it begins.
+            steps = self._indices_of_steps(self.next_iteration.epoch, self.next_iteration.start)
+        return self._shares_of_steps(self.next_iteration, steps)
+
+    def _shares_of_steps(self, iteration: _Iteration, steps: Iterator[BatchData] | None) -> Iterator[Any]:
+        epoch, position, limit, min_share, planned = iteration
         num_shares = self._shares.total
         least = min(min_share, self.per_step // num_shares)
         run_seed = self._options.seed
@@ -153,7 +160,8 @@ class _EpochShares:
         is_seeded = epoch_seed is not None and self.rows is None
         lengths: list[int] = []
         seed = share = None
-        for group, is_last in with_last(islice(self._indices_of_steps(epoch, position), limit)):
+        steps = self._indices_of_steps(epoch, position) if steps is None else steps
+        for group, is_last in with_last(islice(steps, limit)):
             indices = group
             if self.is_batched:
                 indices = list(chain(*group))
@@ -343,21 +351,22 @@ class MapLoader(ShardedLoader):
     def _read(self) -> Iterator[BatchData]:
         if self.source.num_workers:
             return self._read_in_workers()
+        shares = iter(self._epoch_shares)
         if self.options.seed is None:
             draw_seed(self.source.generator)  # as a DataLoader does, to draw the numbers of a hand-written loop
-        return self._read_here() if self._memory is None else self._read_memory(self._memory)
+        return self._read_here(shares) if self._memory is None else self._read_memory(self._memory, shares)
 
     @property
     def _pins(self) -> bool:
         """Whether batches are put into pinned memory, for the device of the run: a CPU needs none, beside a GPU too."""
         return self.source.pin_memory and self._device.type != "cpu" and torch.accelerator.is_available()
 
-    def _read_here(self) -> Iterator[BatchData]:
+    def _read_here(self, shares: Iterator[Any]) -> Iterator[BatchData]:
         """Read in this process, as a ``DataLoader`` does, but without recording each batch for profilers."""
         read, collate = self._reader.__getitems__, self._collate
         is_collated = collate is as_collated  # saves a call in each step
         pins = self._pins
-        for indices in self._epoch_shares:
+        for indices in shares:
             try:
                 batch = read(indices) if is_collated else collate(read(indices))
                 batch = pin_memory(batch) if pins else batch  # type: ignore[no-untyped-call]
@@ -405,11 +414,11 @@ class MapLoader(ShardedLoader):
         idle.batches._shutdown_workers()
         return self._create_inner()
 
-    def _read_memory(self, memory: InMemory) -> Iterator[BatchData]:
+    def _read_memory(self, memory: InMemory, shares: Iterator[Any]) -> Iterator[BatchData]:
         pin = self._pins and self._device.type == "cuda" and memory.is_on(torch.device("cpu"))
         # Nothing in an epoch affects the orders of torch's samplers, so they may be drawn ahead.
         has_fixed_order = type(self._epoch_shares.sampler) in _OF_TORCH
-        return read_rows(memory, self._epoch_shares, len(self.source.dataset), has_fixed_order, pin)
+        return read_rows(memory, shares, len(self.source.dataset), has_fixed_order, pin)
 
     def stop_workers(self) -> None:
         super().stop_workers()

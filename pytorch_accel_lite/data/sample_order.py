@@ -125,11 +125,11 @@ def _draw_from(sampler: SamplerLike, ranks: Ranks, seed: int | None, epoch: int,
     if seed is None:
         set_sampler_epoch(sampler, reported)
         if ranks.world_size == 1:
-            return sampler  # type: ignore[no-any-return]
+            return sampler if type(sampler) is RandomSampler else _drawn(sampler)
         if find_length(sampler) is None:
             return _share_pieces(sampler, ranks)
         generators = ranks.result_of_first(capture_generators) if epoch <= 1 else None
-        order: list[Index] = ranks.result_of_first(lambda: list(sampler))
+        order: list[Index] = ranks.result_of_first(lambda: list(_drawn(sampler)))
         if generators is not None:
             warn_of_own_parts(sampler, order, generators, ranks)
         return order
@@ -146,7 +146,17 @@ def order_of_sampler(sampler: SamplerLike, seed: int, epoch: int, reported: int)
     seed = _seed_sampler(sampler, seed, epoch, reported)
     with preserving_generators():
         seed_generators(seed)
-        return list(sampler)
+        return list(_drawn(sampler))
+
+
+def _drawn(sampler: Iterable[Index]) -> Iterator[Index]:
+    """Begin the iteration of a sampler; its batches are copied."""
+    return map(_copied, sampler)
+
+
+def _copied(index: Index) -> Index:
+    """Return an index, or a copy of a batch, as a batch sampler may fill the same list for each."""
+    return index.copy() if isinstance(index, list) else index
 
 
 def set_sampler_epoch(sampler: SamplerLike, reported: int) -> None:
@@ -172,7 +182,7 @@ def _share_pieces(sampler: Iterable[Index], ranks: Ranks) -> Iterator[Index]:
     """Yield the indices that the sampler draws on rank 0. All ranks need each piece at the same step."""
 
     def draw() -> Iterator[Index]:
-        yield from sampler
+        yield from _drawn(sampler)
 
     drawn = draw()
     while piece := ranks.result_of_first(lambda: list(islice(drawn, _PIECE))):
@@ -183,7 +193,7 @@ def _draw_pieces(sampler: Iterable[Index], seed: int, ranks: Ranks) -> Iterator[
     """Yield indices drawn from separate random generators, whose states carry over from piece to piece."""
     with preserving_generators():
         seed_generators(seed)
-        drawn = iter(sampler)
+        drawn = _drawn(sampler)
         states = capture_generators()
     while True:
         with preserving_generators():

@@ -116,7 +116,27 @@ def test_a_loader_trains_like_its_dataset_on_several_processes(two_ranks, case):
     assert equal_weights(found[0][1][0], found[1][1][0])
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "with a generator", "in batches", "weighted"])
+class BatchesDrawnAtOnce(Sampler[list[int]]):
+    """Draws random numbers when its iteration begins, not with its first batch."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([batch.tolist() for batch in torch.randperm(37).split(4)])
+
+
+class BatchesInOneList(BatchesDrawnAtOnce):
+    """Gives the same list for each batch, with other indices in it."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch = []
+        for indices in super().__iter__():
+            batch[:] = indices
+            yield batch
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "with a generator", "in batches", "weighted", "at once", "in one list"])
 def test_a_loader_gives_the_bits_of_a_loop_over_it(kind):
     def make() -> Any:
         own = torch.Generator().manual_seed(3)
@@ -126,12 +146,21 @@ def test_a_loader_gives_the_bits_of_a_loop_over_it(kind):
             "with a generator": lambda: DataLoader(Rows(DATA), 4, shuffle=True, generator=own),
             "in batches": lambda: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, False)),
             "weighted": lambda: DataLoader(DATA, 4, sampler=WeightedRandomSampler([1.0] * 37, 20, generator=own)),
+            "at once": lambda: DataLoader(Rows(DATA), batch_sampler=BatchesDrawnAtOnce()),
+            "in one list": lambda: DataLoader(Rows(DATA), batch_sampler=BatchesInOneList()),
         }[kind]()
 
     ours, theirs = float64_model(), float64_model()
     hand_written_loop(theirs, torch.optim.AdamW(theirs.parameters(), lr=0.01), make(), epochs=3)
     adamw_trainer(ours).train(make(), 3)
     assert equal_weights(ours.state_dict(), theirs.state_dict())
+
+
+def test_a_seeded_run_reads_all_batches_given_in_one_list():
+    recorder = Recorder()
+    loader = DataLoader(numbers(37), batch_sampler=BatchesInOneList())
+    adamw_trainer(float64_model(), seed=1, callbacks=[recorder]).train(loader, 1)
+    assert sorted(torch.cat(recorder.inputs)[:, 0].tolist()) == list(range(37))
 
 
 class DatasetOf(TrainerCallback):
