@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pytorch_accel_lite.checkpoint import file_path, write_text
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_bool, check_dict
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import is_loss, is_monitor
 from pytorch_accel_lite.extension_tools.texts_and_pages import Column, render
 from pytorch_accel_lite.extensions.experiment.results import Results, text_table
@@ -180,7 +181,8 @@ def compare_runs(
         raise TypeError(f"paths={paths!r} must be folders of runs, not {type(paths).__name__}.")
     runs, left_out = find_runs([paths] if isinstance(paths, (str, os.PathLike)) else paths)
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    for name in directions or {}:
+    for name, greater in check_dict("directions", directions).items():
+        check_bool(f"directions[{name!r}]", greater)
         if name not in names:
             raise ValueError(
                 f"directions has {name!r} (on the command line: --maximize or --minimize), but no run has such a "

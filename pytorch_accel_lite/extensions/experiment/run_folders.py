@@ -119,9 +119,9 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[RecordedRun
     left_out = [os.fspath(path) for path, runs_in_path in by_path.items() if not runs_in_path and path.is_dir()]
     if not runs:
         raise NoRunsError(
-            f"No runs found in {', '.join(map(str, by_path))}: there are no metrics. They are in the metrics.jsonl or "
-            "metrics.csv of a MetricsFileCallback, which runs from files have by default, or in the run.json of a "
-            "RunLogCallback, once an epoch has been completed."
+            f"No runs found in {', '.join(map(str, by_path)) or 'an empty list'}: there are no metrics. They are in "
+            "the metrics.jsonl or metrics.csv of a MetricsFileCallback, which runs from files have by default, or in "
+            "the run.json of a RunLogCallback, once an epoch has been completed."
         )
     root = os.path.commonpath([folder.parent for folder in runs])
     for folder, run in runs.items():

@@ -277,7 +277,8 @@ class Parser:
         kinds = [kind.rpartition(".")[2] for kind in re.findall(r"Expected an? <class '([^']+)'>", message)]
         if choices := re.search(r"Expected a typing\.Literal\[(.*)\]", message):
             kinds = [*choices[1].split(", "), *kinds]
-        must_be = f" must be {' or '.join(dict.fromkeys(kinds))}".replace("NoneType", "null") if kinds else " is wrong"
+        must_be = f" must be {' or '.join(dict.fromkeys(kinds))}" if kinds else " is wrong"
+        must_be = must_be.replace("NoneType", "null").replace("Sequence", "a list, as in [a, b]")
         reasons = re.findall(r"^ *- (?!Expected an? |Does not validate)(.*?)\.?$", message, re.MULTILINE)
         if kinds == ["str"]:  # YAML has read the text as another type
             reasons.append("Put it in quotes")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.checkpoint import as_file_name, folder_path, local_path, write_text
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_int
 from pytorch_accel_lite.extension_tools.data_and_batches import DEFAULT_BATCH_SIZE
 from pytorch_accel_lite.extensions.experiment.chosen_weights import (
     find_weights,
@@ -80,6 +81,7 @@ def run_tests(
     if isinstance(checkpoints, (str, os.PathLike)):
         name = os.fspath(checkpoints)
         raise TypeError(f"checkpoints={name!r} must be a list. Write: checkpoints=[{name!r}].")
+    check_int("worst", worst, least=0)
     by_name = datasets if isinstance(datasets, Mapping) else {"test": datasets}
     settings = inference or {"default": {}}
     for setting, attributes in settings.items():

@@ -29,7 +29,8 @@ _LETTER = 0.072
 _HANDLE = 0.42
 _MOST_LETTERS = 60  # of a title or a label, which would leave no room for the axes
 _MARGINS = 1.0  # left and right of axes
-_LEAST_WRITTEN_OUT = 1e-6  # ticks of smaller values would all read 0.00000000000
+# Ticks of smaller values would all read 0.00000000000, those of larger ones leave no room for the axes.
+_LEAST_WRITTEN_OUT, _MOST_WRITTEN_OUT = 1e-6, 1e10
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
@@ -137,7 +138,7 @@ def choose_scale(axis: Axes, curves: Sequence[Sequence[float]]) -> None:
     values = sorted(value for curve in curves for value in curve if math.isfinite(value))
     axis.ticklabel_format(axis="y", style="plain", useOffset=False)
     low, high = (values[0], values[-1]) if values else (0, 0)
-    if 0 < max(-low, high) < _LEAST_WRITTEN_OUT:
+    if 0 < max(-low, high) < _LEAST_WRITTEN_OUT or max(-low, high) > _MOST_WRITTEN_OUT:
         axis.yaxis.set_major_formatter("{x:.4g}")
     if 0 < 30 * low < high and values[len(values) // 2] < low + (high - low) / 10:
         axis.set_yscale("log")

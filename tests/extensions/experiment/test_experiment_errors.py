@@ -197,7 +197,8 @@ def test_the_class_of_a_part_is_checked_before_it_is_created(file, capsys, key):
 
 
 def test_a_string_in_place_of_a_list_is_named(file, capsys):
-    assert "test.checkpoints='best' must be Sequence." in run("test", file, "--test.checkpoints=best", capsys=capsys)[2]
+    errors = run("test", file, "--test.checkpoints=best", capsys=capsys)[2]
+    assert "test.checkpoints='best' must be a list, as in [a, b]." in errors
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,10 @@ def test_many_runs_and_non_finite_values_are_compared(tmp_path):
         compare_runs(tmp_path, sort_by="share")
     with pytest.raises(ValueError, match=r"directions has 'shar' .* no run has such a metric\. Did you mean 'share'\?"):
         compare_runs(tmp_path, directions={"shar": True})
+    with pytest.raises(TypeError, match=r"directions\['share'\]='min' must be True or False, not str"):
+        compare_runs(tmp_path, directions={"share": "min"})
+    with pytest.raises(ValueError, match="No runs found in an empty list"):
+        compare_runs(tmp_path.glob("nowhere/*"))
     assert "Settings that differ" not in repr(found)
     page = found.save(tmp_path / "page.html").read_text()
     assert page.count('stroke-dasharray="6 3"') == 7

@@ -321,6 +321,7 @@ def test_the_last_weights_are_in_the_newest_state_of_all(tmp_path, monkeypatch):
             {"inference": {"a": {"scal": 3}}},
             "the setting 'a' sets 'scal', but 'ScaledTrainer' object has no attribute 'scal'",
         ),
+        ({"worst": -1}, "worst=-1 must be at least 0"),
         ({"inference": {"a": {"model.layer": 3}}}, "sets 'model.layer', but 'Net' object has no attribute 'layer'"),
     ],
 )

@@ -136,6 +136,11 @@ def test_ticks_of_small_values_differ(scale):
     assert len(set(ticks)) == len(ticks)
 
 
+def test_ticks_of_a_diverged_loss_leave_room_for_it():
+    axis = recorded(train_loss_epoch=[1e30, 3e30]).plot().axes[0]
+    assert max(map(len, axis.yaxis.get_major_formatter().format_ticks(axis.get_yticks()))) < 10
+
+
 @pytest.mark.parametrize("epochs", [1, 2, 13, 100])
 def test_ticks_are_at_whole_epochs(epochs):
     ticks = recorded(train_loss_epoch=[1.0] * epochs).plot().axes[0].get_xticks().tolist()
