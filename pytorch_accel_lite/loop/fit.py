@@ -75,14 +75,14 @@ def fit(
                 custom_loops.run_custom_loop(trainer, run)
             else:
                 training.train(trainer, run)
-    if (interruption := run.control.interruption or run.end.pause) is not None:
-        exit_after_signal(interruption)
+    pause = run.end.pause
+    exit_after_signal(pause if isinstance(pause, RunInterruptedError) else run.control.interruption)
 
 
 def _interrupt(run: Run, interruption: RunInterruptedError) -> None:
-    """Request the end of a run because of a signal, which takes the place of a pause that is being carried out."""
+    """Request the end of a run because of a signal, which takes the place of a pause of another kind under way."""
     run.control.request(interruption)
-    if run.end.pause is not None:
+    if run.end.pause is not None and not isinstance(run.end.pause, RunInterruptedError):
         run.end.pause = interruption
 
 

@@ -245,13 +245,13 @@ def ending_at_signals(request: Callable[[RunInterruptedError], None]) -> Iterato
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-def exit_after_signal(interruption: Exception) -> None:
+def exit_after_signal(interruption: RunInterruptedError | None) -> None:
     """After a signal, exit in the usual way: ``KeyboardInterrupt`` for Ctrl-C, otherwise exit code 128 + number.
 
     A handler that the program had installed for this signal is called first: submitit's, for example, returns the job
     to the queue. The notes of the interruption become those of the exception.
     """
-    if isinstance(interruption, RunInterruptedError):
+    if interruption is not None:
         handler = signal.getsignal(interruption.signum)
         if callable(handler) and handler is not signal.default_int_handler:
             handler(interruption.signum, None)

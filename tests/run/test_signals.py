@@ -108,6 +108,19 @@ def test_a_signal_that_nothing_waits_for_ends_the_program_too(tmp_path, events):
     assert len(saved_states(tmp_path)) == 1
 
 
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_while_saving_changes_nothing(tmp_path, capsys, first):
+    second = signal.SIGTERM if first == signal.SIGINT else signal.SIGINT
+    events = {"on_train_step_end": lambda *_, **__: signal.raise_signal(first)}
+    events["on_stop_training_error"] = lambda *_, **__: signal.raise_signal(second)
+    trainer = make_trainer([listener(**events), SaveTrainingStateCallback(tmp_path / "states")])
+    with pytest.raises(KeyboardInterrupt if first == signal.SIGINT else SystemExit) as raised:
+        train(trainer)
+    notes = "".join(getattr(raised.value, "__notes__", []))
+    assert "The run is saved in" in (notes if first == signal.SIGINT else capsys.readouterr().out)
+    assert getattr(raised.value, "code", 143) == 143
+
+
 PROGRAM = """
 import os, signal, sys, time
 from tests.small_models import Rows, listener, make_data, make_trainer, train

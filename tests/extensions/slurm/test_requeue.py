@@ -79,6 +79,21 @@ def test_a_warning_returns_the_task_of_an_array_to_the_queue(tmp_path, capsys, n
     assert (tmp_path / "states" / "update-000000002").is_dir()
 
 
+def test_a_warning_requeues_if_sigterm_follows_while_saving(tmp_path):
+    calls = install_scontrol(tmp_path)
+
+    class Ends(TrainerCallback):
+        def on_stop_training_error(self, trainer, **kwargs):
+            signal.raise_signal(signal.SIGTERM)
+
+    saving = SaveTrainingStateCallback(tmp_path / "states", requeue=True)
+    callbacks = [SendsSignals(signal.SIGUSR1), Ends(), saving]
+    with pytest.raises(SystemExit) as end:
+        adamw_trainer(float64_model(), callbacks=callbacks).train(float64_data(20), 1, per_device_batch_size=4)
+    assert end.value.code == 138
+    assert calls.read_text() == "requeue 17_3\n"
+
+
 @pytest.mark.parametrize(("numbers", "requeue"), [([signal.SIGTERM], True), ([signal.SIGUSR1], False), ([], True)])
 def test_other_runs_are_left_out_of_the_queue(tmp_path, numbers, requeue):
     calls = install_scontrol(tmp_path)
