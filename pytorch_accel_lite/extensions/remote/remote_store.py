@@ -178,6 +178,7 @@ class RemoteStates(StateStore):
         self.location = url
         self._owner: JsonObject | None = None
         self._incomplete: list[str] = []  # states that were incomplete when the URL was claimed
+        self._has_saved = False
 
     @cached_property
     def _folder(self) -> RemoteFolder:
@@ -214,7 +215,7 @@ class RemoteStates(StateStore):
             return False
         owner = {"token": secrets.token_hex(8), "host": socket.gethostname(), "process": os.getpid()}
         self._folder.write(_OWNER, json.dumps(owner).encode())
-        self._owner = owner
+        self._owner, self._has_saved = owner, False
         self._incomplete = [name for name in self._all_names() if self._manifest(name) is None]
         return True
 
@@ -227,12 +228,12 @@ class RemoteStates(StateStore):
         for name in self._incomplete:
             if self._manifest(name) is None:
                 self._folder.remove(name)
-        self._incomplete = []
+        self._incomplete, self._has_saved = [], True
 
     def unlock(self) -> None:
-        """Give up the claim, unless another run has taken over."""
+        """Give up the claim, unless another run has taken over. Once states are saved, no older run may save here."""
         owner, self._owner = self._owner, None
-        if owner is not None:
+        if owner is not None and not self._has_saved:
             with suppress(OSError):
                 if self._read_json(_OWNER) == owner:
                     self._folder.remove(_OWNER)

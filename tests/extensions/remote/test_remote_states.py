@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pytorch_accel_lite import TrainerCallback
+from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError
 from tests.faulty_store import FaultyStore
 from tests.launching import CAN_SHARD, PATIENCE, SOAK, Fork, run_code
 from tests.ranks import rank
 from tests.scripts.resumable import run
-from tests.small_models import assert_same, changed_manifest, equal_weights, make_trainer, train
+from tests.small_models import assert_same, changed_manifest, equal_weights, listener, make_trainer, train
 
 
 def resume(folder: Path) -> Any:
@@ -265,6 +265,26 @@ def test_a_run_ends_when_another_takes_over_its_url(folder):
         saving(folder, callbacks=(Claims(folder),))
     assert names(folder) == ["update-000000001"]
     assert (folder / "states" / ".owner.json").exists()  # of the other run
+
+
+def test_an_older_run_ends_even_if_the_other_has_finished(folder):
+    def start_another(trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.update == 2:
+            saving(folder, max_checkpoints=None)
+
+    with pytest.raises(RuntimeError, match="has started to save its training states"):
+        saving(folder, callbacks=(listener(on_train_step_end=start_another),))
+    assert names(folder) == [f"update-00000000{n}" for n in (1, 2, 3)]
+
+
+def test_a_run_goes_on_if_another_fails_before_it_saves(folder):
+    def start_another(trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.update == 2:
+            fails = listener(on_training_run_start=lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                saving(folder, callbacks=(fails,))
+
+    assert saving(folder, callbacks=(listener(on_train_step_end=start_another),)).progress.update == 3
 
 
 def test_invalid_addresses_are_errors(tmp_path):
