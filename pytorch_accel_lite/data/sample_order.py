@@ -10,7 +10,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from pytorch_accel_lite.base.random_generators import (
     capture_generators,
@@ -75,6 +82,8 @@ def _scrambled(numbers: _Numbers, key: np.uint64) -> _Numbers:
 #: Number of samples up to which a random order is drawn by torch, which takes 4 bytes per sample on every process.
 #: Larger ones are computed (``ComputedOrder``).
 LARGEST_STORED = 10**7
+#: Samplers that give no lists, and many indices.
+_OF_SINGLE_SAMPLES = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 #: Number of indices drawn at a time from a sampler without a length.
 _PIECE = 1024
 #: Attributes of other packages' samplers for the number of parts of their order, and for the index of their part.
@@ -151,7 +160,7 @@ def order_of_sampler(sampler: SamplerLike, seed: int, epoch: int, reported: int)
 
 def _drawn(sampler: Iterable[Index]) -> Iterator[Index]:
     """Begin the iteration of a sampler; its batches are copied."""
-    return map(_copied, sampler)
+    return iter(sampler) if type(sampler) in _OF_SINGLE_SAMPLES else map(_copied, sampler)
 
 
 def _copied(index: Index) -> Index:
