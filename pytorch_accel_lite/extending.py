@@ -19,9 +19,8 @@ from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import SETTING
 from pytorch_accel_lite.checkpoint.states.state_files import CapturedState, read_model, read_verified, write_files
 from pytorch_accel_lite.checkpoint.states.state_store import StateStore
 from pytorch_accel_lite.checkpoint.stores_by_url import STORES, Store, read_state
-from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batch_adapter import BatchAdapter, LossFunction
-from pytorch_accel_lite.data.batches import Share
+from pytorch_accel_lite.data.batches import Batch, Share
 from pytorch_accel_lite.data.loader_creation import SEQUENTIAL_READER, SHARED_DATA_CHECKS, SequentialReader
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.data.steps_and_shares import Shares

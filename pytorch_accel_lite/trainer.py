@@ -33,8 +33,8 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.callbacks.default_callbacks import ADDED_TO_EACH_TRAINER, METRICS
 from pytorch_accel_lite.checkpoint import loading, saving
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
-from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batch_adapter import BatchAdapter, LossFunction
+from pytorch_accel_lite.data.loader_base import ShardedLoader
 from pytorch_accel_lite.data.loader_creation import (
     DEFAULT_BATCH_SIZE,
     LoaderKwargs,
@@ -42,7 +42,16 @@ from pytorch_accel_lite.data.loader_creation import (
     default_loader_kwargs,
 )
 from pytorch_accel_lite.data.outputs import total_loss
-from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, Source, dataset_of
+from pytorch_accel_lite.data.sources import (
+    BatchData,
+    BatchOutput,
+    CollateFunction,
+    Data,
+    Index,
+    NamedData,
+    Source,
+    dataset_of,
+)
 from pytorch_accel_lite.distributed import Ranks, launched_processes, shutdown
 from pytorch_accel_lite.distributed.accelerator import create_accelerator, default_accelerator, find_unused_in_ddp
 from pytorch_accel_lite.distributed.ranks import find_ranks
@@ -65,7 +74,6 @@ from pytorch_accel_lite.loop import (
 from pytorch_accel_lite.loop.fit import fit
 from pytorch_accel_lite.loop.guards import arguments_and_datasets, same_on_all_ranks
 from pytorch_accel_lite.loop.loaders_and_lengths import loader_of_run
-from pytorch_accel_lite.loop.scheduling import step_after_epoch, step_timms_after_epoch
 from pytorch_accel_lite.optimizers.optimizer_parts import (
     OptimizerFactory,
     Optimizers,
@@ -88,6 +96,7 @@ from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import CompiledForwardLike, Run, Step
 from pytorch_accel_lite.run.run_data import DataArguments
+from pytorch_accel_lite.run.scheduler_steps import step_after_epoch, step_timms_after_epoch
 from pytorch_accel_lite.run.step_division import create_division
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.placeholders import (

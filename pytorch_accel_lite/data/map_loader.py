@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from pytorch_accel_lite.base.random_generators import derive_seed, draw_seed, nested_in, seed_generators
+from pytorch_accel_lite.base.random_generators import derive_seed, draw_seed, seed_generators
+from pytorch_accel_lite.base.reachable_objects import nested_in
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.data.batches import Batch, Share

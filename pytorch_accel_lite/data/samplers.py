@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from pytorch_accel_lite.base.random_generators import nested_in, preserving_generators, restore_generators
+from pytorch_accel_lite.base.random_generators import preserving_generators, restore_generators
+from pytorch_accel_lite.base.reachable_objects import nested_in
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.data.sources import Index, SamplerLike, SourceState

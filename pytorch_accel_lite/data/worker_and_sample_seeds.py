@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from pytorch_accel_lite.base.random_generators import (
-    RandomGenerator,
     derive_seed,
     find_held_generators,
     generator_with,
     seed_generators,
     seed_held_generators,
 )
+from pytorch_accel_lite.base.reachable_objects import RandomGenerator
 from pytorch_accel_lite.data.reading import SampleReader, reads_batches
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
 

@@ -17,17 +17,19 @@ from pytorch_accel_lite.base.machine import (
 from pytorch_accel_lite.base.modules import (
     are_sharded,
     evaluation_mode,
-    is_frozen_and_quantised,
-    is_quantised_by,
     keep_in_eval,
     local_shard,
     mixed_precision,
-    plain_parts,
     preserving_modes,
-    quantised_entries,
     release_from_eval,
     reshard,
     unwrap,
+)
+from pytorch_accel_lite.base.quantised_weights import (
+    is_frozen_and_quantised,
+    is_quantised_by,
+    plain_parts,
+    quantised_entries,
 )
 from pytorch_accel_lite.base.types import ChosenModules
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 from pytorch_accel_lite.base.machine import deterministic_kernels
 from pytorch_accel_lite.base.random_generators import (
-    RandomGenerator,
     capture_generators,
     derive_seed,
     draw_seed,
@@ -21,6 +20,7 @@ from pytorch_accel_lite.base.random_generators import (
     seed_held_generators,
     state_of_generator,
 )
+from pytorch_accel_lite.base.reachable_objects import RandomGenerator
 
 __all__ = [
     "RandomGenerator", "capture_generators", "derive_seed", "deterministic_kernels", "draw_seed",

@@ -16,7 +16,8 @@ from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.random_generators import preserving_generators
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.base.warnings_and_errors import warn_outside
-from pytorch_accel_lite.data import Batch, ShardedLoader
+from pytorch_accel_lite.data.batches import Batch
+from pytorch_accel_lite.data.loader_base import ShardedLoader
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.arguments_and_datasets import check_dataset
@@ -24,7 +25,6 @@ from pytorch_accel_lite.loop.guards.epoch_checks import call_start_event
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import ending, entering
 from pytorch_accel_lite.loop.loaders_and_lengths import loader_of_run
-from pytorch_accel_lite.loop.scheduling import step_within_epoch
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.ending import StopTrainingError
@@ -36,6 +36,7 @@ from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import SKIPPED, DataArguments, SkippedBatches
 from pytorch_accel_lite.run.run_seams import adding_error_notes
+from pytorch_accel_lite.run.scheduler_steps import step_within_epoch
 
 
 class EvaluationKind(Enum):

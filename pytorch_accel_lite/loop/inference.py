@@ -15,7 +15,7 @@ from pytorch_accel_lite.base.random_generators import preserving_generators
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.user_code import overridden_methods
-from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.outputs import complete_output
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.loop.guards.epoch_checks import restoring_mode_between_batches

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from pytorch_accel_lite.data import ShardedLoader
-from pytorch_accel_lite.data.loader_base import LoaderOptions
+from pytorch_accel_lite.data.loader_base import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.loader_creation import LoaderKwargs, create_loader
 from pytorch_accel_lite.data.named_datasets import NamedSampler, describe_lengths
 from pytorch_accel_lite.data.sources import Source, dataset_of, find_length

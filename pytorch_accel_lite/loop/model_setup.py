@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.display import listed
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
-from pytorch_accel_lite.base.modules import keep_as_they_are, trained_and_quantised
+from pytorch_accel_lite.base.quantised_weights import keep_as_they_are, trained_and_quantised
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.checkpoint.models.model_forms import is_of_peft
 from pytorch_accel_lite.data.batch_adapter import BatchAdapter

@@ -36,40 +36,6 @@ from pytorch_accel_lite.schedulers.placeholders import Placeholder, replace_trai
 from pytorch_accel_lite.schedulers.schedule_arguments import check_factory
 
 
-def step_after_update(trainer: TrainerLike) -> None:
-    """Step a per-update scheduler, after an update that was not skipped."""
-    if trainer.scheduler is not None and trainer.current_run.request.scheduler_interval == "update":
-        trainer.scheduler_step()
-
-
-def step_within_epoch(trainer: TrainerLike) -> None:
-    """Step a scheduler that follows a metric, after an evaluation within an epoch."""
-    if trainer.current_run.request.scheduler_metric is not None and trainer.scheduler is not None:
-        trainer.scheduler_step()
-
-
-def step_after_epoch(trainer: TrainerLike) -> None:
-    """Step a per-epoch scheduler. A scheduler that follows a metric is stepped only after an evaluation."""
-    run = trainer.current_run
-    request = run.request
-    each_epoch = trainer.scheduler is not None and request.scheduler_interval == "epoch"
-    has_metric = request.scheduler_metric is None or run.evaluation_is_due or not run.data.all_eval_loaders
-    if each_epoch and has_metric:
-        trainer.scheduler_step()
-
-
-def step_timms_after_epoch(trainer: TrainerLike) -> None:
-    """Step a scheduler of timm after an epoch: if the run evaluates, a plateau schedule only after its evaluations."""
-    run, scheduler, epoch = trainer.current_run, trainer.scheduler, trainer.current_run.progress.epoch
-    if scheduler is None:
-        return
-    is_evaluated = run.evaluation_interval is None or run.evaluation_is_due
-    loss = next(iter(run.recorded_losses.values()), None) if is_evaluated else None
-    follows_loss = hasattr(scheduler, "lr_scheduler")  # timm's plateau schedule, which wraps that of torch
-    if loss is not None or not follows_loss or epoch <= scheduler.warmup_t:
-        scheduler.step(epoch, loss)
-
-
 def check_timms_scheduler(trainer: TrainerLike, request: RunRequest) -> None:
     """Check the scheduler of a ``TrainerWithTimmScheduler``, and that the run does not say when it is stepped."""
     check_scheduler(trainer, request, steps_itself=True)

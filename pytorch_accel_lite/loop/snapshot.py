@@ -15,11 +15,11 @@ from torch import nn
 
 from pytorch_accel_lite.base.random_generators import (
     capture_generators,
-    is_generator,
     restore_generator,
     restore_generators,
     state_of_generator,
 )
+from pytorch_accel_lite.base.reachable_objects import is_generator
 from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.base.values import distinct_elements
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.modules import mixed_precision
 from pytorch_accel_lite.base.user_code import is_overridden
-from pytorch_accel_lite.data import Batch, ShardedLoader
+from pytorch_accel_lite.data.batches import Batch
+from pytorch_accel_lite.data.loader_base import ShardedLoader
 from pytorch_accel_lite.data.outputs import total_loss
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed.gradient_sync import no_sync_within_window, sync_ddp_buffers

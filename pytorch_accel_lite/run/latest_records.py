@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pytorch_accel_lite.data import NamedData
+from pytorch_accel_lite.data.sources import NamedData
 from pytorch_accel_lite.run.ending import RunEnd
 from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig

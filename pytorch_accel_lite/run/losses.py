@@ -11,7 +11,7 @@ import torch
 from pytorch_accel_lite.base.display import call_repr
 from pytorch_accel_lite.base.machine import accumulation_dtype, to_float
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.outputs import mean_that_counts
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed import Ranks

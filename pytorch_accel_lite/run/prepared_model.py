@@ -9,7 +9,8 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.modules import PLAIN_JOBS, is_frozen_and_quantised, is_sharded, quantised_entries, unwrap
+from pytorch_accel_lite.base.modules import PLAIN_JOBS, is_sharded, unwrap
+from pytorch_accel_lite.base.quantised_weights import is_frozen_and_quantised, quantised_entries
 from pytorch_accel_lite.optimizers.combined_optimizers import AcceleratedCombinedOptimizer
 from pytorch_accel_lite.optimizers.optimizer_parts import TrainerOptimizer, is_created, parts_of_optimizer
 

@@ -25,11 +25,12 @@ from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.base.weak_sets import TransientSet
-from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batch_adapter import LossFunction
+from pytorch_accel_lite.data.batches import Batch
+from pytorch_accel_lite.data.loader_base import ShardedLoader
 from pytorch_accel_lite.data.loader_creation import LoaderKwargs
 from pytorch_accel_lite.data.named_datasets import NamedDatasets
-from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, find_length
+from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Data, Index, NamedData, find_length
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.optimizer_parts import SchedulerFactory, TrainerOptimizer, TrainerScheduler
 from pytorch_accel_lite.optimizers.scheduled_options import Options

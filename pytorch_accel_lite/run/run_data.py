@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pytorch_accel_lite.base.weak_sets import TransientSet
-from pytorch_accel_lite.data import Batch, NamedData, ShardedLoader
+from pytorch_accel_lite.data.batches import Batch
+from pytorch_accel_lite.data.loader_base import ShardedLoader
 from pytorch_accel_lite.data.loader_creation import DEFAULT_BATCH_SIZE, LoaderKwargs
-from pytorch_accel_lite.data.sources import CollateFunction
+from pytorch_accel_lite.data.sources import CollateFunction, NamedData
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.events import Failure
 

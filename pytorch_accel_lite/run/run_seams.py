@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.optimizers.scheduled_options import Options
 from pytorch_accel_lite.run.events import Phase

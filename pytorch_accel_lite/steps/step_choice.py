@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from torch import nn
 
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
-from pytorch_accel_lite.base.random_generators import codes_in
+from pytorch_accel_lite.base.reachable_objects import codes_in
 from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.optimizers.optimizer_steps import needs_closure
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike

@@ -40,7 +40,7 @@ FACADE = {
 #: From the bottom up: each imports only those before it. Other files re-export, or are for extensions alone.
 LAYERS = (
     "extension_names", "base", "distributed", "optimizers", "schedulers", "data", "run", "checkpoint.disk",
-    "checkpoint.models", "checkpoint.states", "checkpoint", "loop.guards", "loop", "steps", "callbacks",
+    "checkpoint.models", "checkpoint.states", "checkpoint", "steps", "loop.guards", "loop", "callbacks",
     "registered_extensions", "trainer_methods", "trainer",
 )  # fmt: skip
 #: So that editors know what an event is passed.
@@ -89,6 +89,13 @@ def test_a_layer_imports_only_layers_below_it():
         "extensions",
         "extension_tools",
     } | PUBLIC_PATHS
+
+
+def test_no_layer_imports_what_only_users_do():
+    """The ``__init__.py`` of a layer is for users: it also imports extensions."""
+    facades = {f"{PACKAGE.name}.{layer}" for layer in ("callbacks", "checkpoint", "data", "optimizers", "schedulers")}
+    importing = [edge for edge in edges() if edge[1] in facades and layer_of(edge[0]) in LAYERS[:-1]]
+    assert importing == []
 
 
 def test_no_files_import_each_other_in_a_circle():

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pytorch_accel_lite.base.display import listed
-from pytorch_accel_lite.base.modules import plain_parts, quantised_entries, without_compile
+from pytorch_accel_lite.base.modules import without_compile
+from pytorch_accel_lite.base.quantised_weights import plain_parts, quantised_entries
+from pytorch_accel_lite.base.sums_of_bits import is_same_sum, sums_of_bits
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.values import is_same_sum, sums_of_bits
 from pytorch_accel_lite.checkpoint.models.weights import full_state_dict
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from pytorch_accel_lite.base.modules import stays_in_eval, unwrap
 from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.base.warnings_and_errors import warn_outside
-from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.sources import Source, find_length
 from pytorch_accel_lite.run.events import STEP_EVENTS, Phase
 from pytorch_accel_lite.run.progress import GlobalModes

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.base.arguments import arguments_of
-from pytorch_accel_lite.base.modules import all_plain_parts, unwrap
+from pytorch_accel_lite.base.modules import unwrap
 from pytorch_accel_lite.base.paths import is_place
+from pytorch_accel_lite.base.quantised_weights import all_plain_parts
+from pytorch_accel_lite.base.sums_of_bits import sums_of_bits
 from pytorch_accel_lite.base.user_code import is_from_this_package
-from pytorch_accel_lite.base.values import is_dense, sums_of_bits
+from pytorch_accel_lite.base.values import is_dense
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call

@@ -1,0 +1,142 @@
+"""The contents of objects at any depth, and the random generators among them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import TypeAlias, TypeGuard, TypeVar, get_args
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from pytorch_accel_lite.base.user_code import is_in_this_package, is_installed, users_classes
+
+T = TypeVar("T")
+
+#: A random generator, of a kind that objects may hold.
+RandomGenerator: TypeAlias = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
+_GENERATORS = get_args(RandomGenerator)
+#: Types that are never searched.
+_DATA = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
+_MOST_REACHED = 10_000  # objects
+_MOST_PARTS = 1000  # parts of a list or dict
+
+
+def reachable_from(roots: Iterable[object], in_loaders: bool = False) -> list[object]:
+    """Return objects and their contents at any depth: attributes, short lists and dicts, and what functions use.
+
+    Functions hold the objects that they enclose, are bound to, or have as defaults; user functions also hold the
+    globals that they use, and methods hold their object. Lists that begin with data, and long lists and dicts, are not
+    searched: they hold samples. Nor are objects of this package, except datasets.
+
+    Args:
+        in_loaders: whether to search the contents of a ``DataLoader``
+    """
+    excluded = (*_DATA, ModuleType, type) if in_loaders else (*_DATA, ModuleType, type, DataLoader)
+    reached: dict[int, object] = {}
+    left = [*roots]
+    while left and len(reached) < _MOST_REACHED:
+        item = left.pop()
+        if id(item) in reached or is_a(item, *excluded):
+            continue
+        reached[id(item)] = item
+        left += parts_held(item)
+    return [*reached.values()]
+
+
+def is_a(item: object, *kinds: type[T]) -> TypeGuard[T]:
+    """Like ``isinstance``, but a proxy counts as a proxy rather than as its target."""
+    return issubclass(type(item), kinds)
+
+
+def is_generator(item: object) -> TypeGuard[RandomGenerator]:
+    """Whether an object is a random generator."""
+    return issubclass(type(item), _GENERATORS)
+
+
+def parts_held(item: object) -> list[object]:
+    """Return the objects that an object holds directly, see ``reachable_from()``."""
+    if is_a(item, list, tuple):
+        is_data = not item or len(item) > _MOST_PARTS or is_a(item[0], *_DATA, list, tuple, dict)
+        return [] if is_data else [*item]
+    if is_a(item, dict):
+        return [*item.values()] if len(item) <= _MOST_PARTS else []
+    if is_a(item, FunctionType):
+        return [*_used_by(item)]
+    if is_a(item, MethodType):
+        return [item.__self__, item.__func__]
+    if not is_a(item, Dataset) and any(is_in_this_package(kind.__module__) for kind in type(item).__mro__):
+        return []
+    if type(item).__module__.startswith("datasets."):  # a dataset's order follows from its seed and set_epoch
+        return [value for value in attributes_of(item).values() if not is_generator(value)]
+    called = [item.func, item.args, item.keywords] if is_a(item, partial) else []
+    return [*called, *attributes_of(item).values(), *_of_its_class(item)]
+
+
+def attributes_of(item: object) -> dict[str, object]:
+    """Return the attributes of an object by name, including slots."""
+    slots = [name for kind in type(item).__mro__ for name in _slot_names(vars(kind).get("__slots__", ()))]
+    found = {**{name: getattr(item, name) for name in slots if hasattr(item, name)}, **getattr(item, "__dict__", {})}
+    return {name: value for name, value in found.items() if name != "_iterator"}  # a DataLoader's, with its workers
+
+
+def _slot_names(slots: str | Iterable[str]) -> list[str]:
+    names = [slots] if isinstance(slots, str) else [*slots]
+    return [name for name in names if not name.startswith("__")]
+
+
+def _of_its_class(item: object) -> Iterator[object]:
+    """Yield generators in class attributes and, from the user's classes, all attributes, including methods."""
+    users = users_classes(item)
+    for kind in type(item).__mro__:
+        for value in vars(kind).values():
+            if is_generator(value):
+                yield value
+            elif kind in users:
+                function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+                if is_a(function, FunctionType) or type(function).__module__ != "builtins":
+                    yield function
+
+
+def _used_by(function: FunctionType) -> Iterator[object]:
+    """Yield the objects that a function encloses or has as defaults; for user functions, also the globals in use."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # the variable is not assigned yet
+            continue
+    yield function.__defaults__ or ()
+    yield function.__kwdefaults__ or {}
+    yield function.__dict__
+    if not is_installed(function.__code__):
+        names = {name for code in codes_in(function.__code__) for name in code.co_names}
+        yield from (function.__globals__[name] for name in sorted(names & function.__globals__.keys()))
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function and of the functions that it defines."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
+
+
+def nested_in(root: object, is_kind: Callable[[object], bool]) -> list[object]:
+    """Return an object and the objects of a kind inside it: in attributes, and in lists and dicts among them.
+
+    Lists that begin with an object of another kind are not searched, because they may be long.
+    """
+    nested = [root]
+    seen = {id(root)}
+    for item in nested:  # grows in the loop
+        for value in getattr(item, "__dict__", {}).values():
+            values = list(value.values()) if isinstance(value, dict) else value
+            parts = values if isinstance(values, (list, tuple)) else [value]
+            for part in parts if parts and is_kind(parts[0]) else []:
+                if is_kind(part) and id(part) not in seen:
+                    seen.add(id(part))
+                    nested.append(part)
+    return nested
