@@ -1,14 +1,18 @@
-"""This machine: cores, devices and how to read from them without waiting, torch's settings for kernels."""
+"""This machine: cores, signals, devices and how to read from them without waiting, torch's settings for kernels."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
+
+#: The signals that end a run in order. Workers of dataloaders leave them to their parent.
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
 def available_cores() -> int:

@@ -33,9 +33,9 @@ from pytorch_accel_lite.run.callback_handler import set_own_listening
 from pytorch_accel_lite.run.ending import JOB_QUEUES, RunInterruptedError, RunPausedError
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
-from pytorch_accel_lite.run.read_state import TrainingState
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.training_state import TrainingState
 
 # Expected seconds for the first state, and the number of states to average for the next.
 _FIRST_PAUSE = 0.05

@@ -10,9 +10,9 @@ import os
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.checkpoint.states.machine_facts import describe_changes
 from pytorch_accel_lite.checkpoint.stores_by_url import read_state
-from pytorch_accel_lite.run.read_state import TrainingState
 from pytorch_accel_lite.run.request_and_config import StateSource
 from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.training_state import TrainingState
 
 #: Words for ``"latest"`` in other libraries.
 _LIKE_LATEST = ("latest", "last", "newest", "auto")

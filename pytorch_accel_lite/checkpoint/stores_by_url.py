@@ -10,7 +10,7 @@ from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.checkpoint.states.state_files import CapturedState, read_directory, write_directory
 from pytorch_accel_lite.checkpoint.states.state_store import DirectoryStore, StateStore
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.run.read_state import TrainingState
+from pytorch_accel_lite.run.training_state import TrainingState
 
 
 class Store(Protocol):

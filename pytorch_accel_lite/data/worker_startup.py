@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
 
+from pytorch_accel_lite.base.machine import ENDING_SIGNALS
 from pytorch_accel_lite.base.warnings_and_errors import add_note
 from pytorch_accel_lite.data.reading import SampleReader
 
@@ -69,7 +70,7 @@ def _initialise_worker(
     if collects:
         gc.enable()
     if leaves_signals:
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+        for number in ENDING_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     info: Any = get_worker_info()
     if isinstance(info.dataset, SampleReader):  # show users their dataset; torch does not read it

@@ -23,8 +23,8 @@ from pytorch_accel_lite.loop.scheduling import check_schedule_length, warn_of_ot
 from pytorch_accel_lite.optimizers.optimizer_parts import parts_of_optimizer
 from pytorch_accel_lite.optimizers.scheduled_options import Options, all_options
 from pytorch_accel_lite.run.ending import StopTrainingError
-from pytorch_accel_lite.run.read_state import TrainingState
 from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.training_state import TrainingState
 
 Recreate: TypeAlias = Callable[[TrainerLike, Run, TrainingState], None]
 #: Creates the schedule of a resumed run again, with its new length, and advances it to the completed fraction.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple, NoReturn, Protocol
 
+from pytorch_accel_lite.base.machine import ENDING_SIGNALS
 from pytorch_accel_lite.base.warnings_and_errors import add_note, notes_of
 from pytorch_accel_lite.distributed.ranks import Ranks
 
@@ -214,9 +215,6 @@ class _Requested(NamedTuple):
         return error
 
 
-_HANDLED = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT
-
-
 @contextmanager
 def ending_at_signals(request: Callable[[RunInterruptedError], None]) -> Iterator[None]:
     """In a block, make SIGTERM, SIGUSR1, SIGUSR2 and SIGINT request the end of the run.
@@ -235,7 +233,7 @@ def ending_at_signals(request: Callable[[RunInterruptedError], None]) -> Iterato
         signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
         request(RunInterruptedError(signum))
 
-    for number in _HANDLED:
+    for number in ENDING_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             before[number] = signal.signal(number, handle)
     try:

@@ -11,7 +11,7 @@ from pytorch_accel_lite.base.display import call_repr
 from pytorch_accel_lite.base.values import to_number
 from pytorch_accel_lite.data.loader_creation import LoaderKwargs
 from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
-from pytorch_accel_lite.run.read_state import TrainingState
+from pytorch_accel_lite.run.training_state import TrainingState
 
 
 class StateSource(Protocol):

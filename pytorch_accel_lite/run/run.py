@@ -45,10 +45,10 @@ from pytorch_accel_lite.run.latest_records import LatestRecords
 from pytorch_accel_lite.run.losses import LossTrackers
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import EpochPhase, LoopState, Progress
-from pytorch_accel_lite.run.read_state import TrainingState
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run_data import RunData, SkippedBatches
 from pytorch_accel_lite.run.step_division import Division
+from pytorch_accel_lite.run.training_state import TrainingState
 
 T = TypeVar("T")
 

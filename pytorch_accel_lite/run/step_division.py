@@ -16,7 +16,7 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.extension_names import ARGUMENTS
 from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.losses import LossTrackers
-from pytorch_accel_lite.run.read_state import TrainingState
+from pytorch_accel_lite.run.training_state import TrainingState
 
 
 class Division:

@@ -81,7 +81,11 @@ class PlainStep(Step):
         return output
 
     def apply_update(self, trainer: TrainerLike, run: Run) -> None:
-        """Correct and clip the gradients of an accumulation window, and update the weights."""
+        """Average, weigh and clip the gradients of a window, step the optimizer and the schedule, and clear.
+
+        Clipping sees the gradients of all processes and of the whole window, and callbacks what clipping leaves. The
+        schedule follows the update, unless that was skipped.
+        """
         if self.averaged and run.data.ranks.world_size > 1:
             average_gradients(self.averaged, run.data.ranks)
         if self.synced_buffers:
@@ -106,7 +110,7 @@ class PlainStep(Step):
         run.progress.update += 1
         prepared = trainer.prepared_model
         may_overflow = prepared is not None and not prepared.is_plain  # inlines was_skipped(), to save calls
-        was_skipped = (self.skips_update or may_overflow) and self.count_if_skipped(trainer, run)
+        was_skipped = self.count_if_skipped(trainer, run) if self.skips_update or may_overflow else False
         if trainer.scheduler is not None and not was_skipped:
             step_after_update(trainer)
         trainer.optimizer_zero_grad()

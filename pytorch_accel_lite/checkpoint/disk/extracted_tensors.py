@@ -12,7 +12,7 @@ from pytorch_accel_lite.base.types import Keys, Tree
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import fits_safetensors
 from pytorch_accel_lite.checkpoint.disk.shards import is_sharded_tensor
 from pytorch_accel_lite.checkpoint.disk.torch_files import map_nested
-from pytorch_accel_lite.run.read_state import OpenTensor
+from pytorch_accel_lite.run.training_state import OpenTensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

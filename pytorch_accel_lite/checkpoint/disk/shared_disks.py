@@ -8,8 +8,11 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from pytorch_accel_lite.distributed import Ranks
+
+T = TypeVar("T")
 
 _SECONDS_TO_APPEAR = 3.0  # time that a file may take to appear on a shared disk
 
@@ -60,16 +63,17 @@ def require_shared(path: Path, name: str) -> None:
         time.sleep(0.05)
 
 
-def check_on_all_ranks(ranks: Ranks, look_at: Callable[[], object]) -> None:
-    """Check a file that a user has opened. Call it on every process.
+def check_on_all_ranks(ranks: Ranks, read: Callable[[], T]) -> T:
+    """Return what this process reads. Call it on every process.
 
     Raises:
-        TypeError: on all processes, if any raises it; likewise ``ValueError``
+        TypeError: on all processes, if any raises it; likewise ``ValueError`` and the errors derived from it
     """
+    results: list[T] = []
 
     def find_problem() -> TypeError | ValueError | None:
         try:
-            look_at()
+            results.append(read())
         except (TypeError, ValueError) as error:
             return error.with_traceback(None)
         return None
@@ -77,3 +81,4 @@ def check_on_all_ranks(ranks: Ranks, look_at: Callable[[], object]) -> None:
     for problem in ranks.run_together(find_problem):
         if problem is not None:
             raise problem
+    return results[0]

@@ -27,6 +27,7 @@ from pytorch_accel_lite.checkpoint.disk.checkpoint_files import checkpoint_of
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors
 from pytorch_accel_lite.checkpoint.disk.shards import find_tensors, gather_tensor, is_sharded_tensor
+from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks
 from pytorch_accel_lite.checkpoint.disk.torch_files import map_nested
 from pytorch_accel_lite.checkpoint.models.model_forms import read_in_form
 from pytorch_accel_lite.run.run import TrainerLike
@@ -155,19 +156,13 @@ def verify_weights(trainer: TrainerLike, location: Path) -> None:
         ValueError: on all processes, if a file is damaged on any of them; names the file
     """
 
-    def find_damage() -> ValueError | None:
+    def verify_all() -> None:
         if trainer.accelerator.is_local_main_process:
-            try:
-                with suppress(FileNotFoundError):
-                    for file in _find_files(location)[0] if location.is_dir() else [location]:
-                        verify(file)
-            except ValueError as error:
-                return error
-        return None
+            with suppress(FileNotFoundError):
+                for file in _find_files(location)[0] if location.is_dir() else [location]:
+                    verify(file)
 
-    for damage in trainer.ranks.run_together(find_damage):
-        if damage is not None:
-            raise damage
+    check_on_all_ranks(trainer.ranks, verify_all)
 
 
 def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import JsonObject
-from pytorch_accel_lite.run.read_state import TrainingState
 from pytorch_accel_lite.run.run import TrainerLike, UserAttributes
+from pytorch_accel_lite.run.training_state import TrainingState
 
 
 class SettingsRecorder:

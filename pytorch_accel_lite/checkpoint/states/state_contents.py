@@ -62,11 +62,11 @@ from pytorch_accel_lite.optimizers.optimizer_parts import group_names, single_op
 from pytorch_accel_lite.optimizers.scheduled_options import Options, set_options
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.progress import EpochPhase
-from pytorch_accel_lite.run.read_state import TrainingState
 from pytorch_accel_lite.run.request_and_config import DatedStateSource
 from pytorch_accel_lite.run.run import Step, TrainerLike
 from pytorch_accel_lite.run.step_division import Division, numbers_of_shares
 from pytorch_accel_lite.run.trained_objects import all_registered_objects, saved_optimizers
+from pytorch_accel_lite.run.training_state import TrainingState
 
 # A training state has the weights, what all ranks share (``_collect_shared``) and what each has of its own
 # (``_collect_local``). restore_before_start restores what it can before the starting events of the resumed run, and

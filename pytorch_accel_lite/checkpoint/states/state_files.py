@@ -29,7 +29,7 @@ from pytorch_accel_lite.checkpoint.disk.checksums import CHECKSUM, hash_files
 from pytorch_accel_lite.checkpoint.disk.extracted_tensors import restore_tensors
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors, write_tensors
 from pytorch_accel_lite.checkpoint.disk.shards import Parts, find_tensors, write_parts
-from pytorch_accel_lite.checkpoint.disk.shared_disks import require_shared
+from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks, require_shared
 from pytorch_accel_lite.checkpoint.disk.torch_files import load_plain, write_plain
 from pytorch_accel_lite.checkpoint.states.manifest import (
     MANIFEST,
@@ -40,7 +40,7 @@ from pytorch_accel_lite.checkpoint.states.manifest import (
     verify_state,
 )
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.run.read_state import TrainingState
+from pytorch_accel_lite.run.training_state import TrainingState
 
 MODEL = "model.safetensors"
 TRAINER = "trainer.pt"
@@ -211,11 +211,7 @@ def read_verified(directory: Path, metadata: JsonObject, ranks: Ranks) -> Traini
             state.local = _load_part(directory / RANK.format(ranks.rank), _IN_LOCAL)
         return state
 
-    state = catch_damage(read)
-    for problem in ranks.run_together(lambda: state if isinstance(state, DamagedStateError) else None):
-        if problem is not None:
-            raise problem
-    return state  # type: ignore[return-value]
+    return check_on_all_ranks(ranks, read)
 
 
 def _load_part(path: Path, names: Iterable[str]) -> StateDict:

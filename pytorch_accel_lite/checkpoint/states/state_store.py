@@ -17,7 +17,7 @@ from pytorch_accel_lite.checkpoint.disk.shared_disks import check_is_shared
 from pytorch_accel_lite.checkpoint.states.manifest import DamagedStateError, read_manifest, recover
 from pytorch_accel_lite.checkpoint.states.state_files import read_directory
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.run.read_state import TrainingState
+from pytorch_accel_lite.run.training_state import TrainingState
 
 _LOCK = ".lock"
 _HEARTBEAT_SECONDS = 5.0
