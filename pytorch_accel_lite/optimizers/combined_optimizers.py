@@ -110,7 +110,7 @@ class CombinedOptimizer(NamedParts[Optimizer], Optimizer):
 
     def state_dict(self) -> StateDict:
         """Return the state in the form of a single optimizer's state, with parameters numbered across all parts."""
-        combined: StateDict = {"state": {}, "param_groups": []}
+        combined: StateDict = {"state": {}, "param_groups": [], "names": [*self._parts]}
         extra, whole = {}, {}
         for name, part in self._parts.items():
             state = part.state_dict()
@@ -129,9 +129,11 @@ class CombinedOptimizer(NamedParts[Optimizer], Optimizer):
         """Load a state returned by ``state_dict()``.
 
         Raises:
-            ValueError: if the number of groups or parameters differs
+            ValueError: if the number of groups or parameters differs, or the order of the optimizers
         """
-        saved = list(state_dict["param_groups"])
+        saved, names = list(state_dict["param_groups"]), state_dict.get("names", [])  # older states have no names
+        if names != [*self._parts] and {*names} == self._parts.keys():
+            raise ValueError(f"it has the optimizers in the order {', '.join(names)}. Pass them in this order.")
         if len(saved) != len(self.param_groups):
             raise ValueError(f"it has {len(saved)} parameter groups, but the optimizers have {len(self.param_groups)}.")
         sizes = [

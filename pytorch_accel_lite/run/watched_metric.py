@@ -142,7 +142,9 @@ class WatchedMetric:
         return _from_first_rank(self, self.name, _as_number(self, values[index]), trainer)
 
     def _is_pending(self, trainer: TrainerLike, mid_epoch: bool) -> bool:
-        is_intermediate = "intermediate_" in self.name
+        """Whether a value is still to come, from the evaluation that records the metric: within or after the epoch."""
+        is_declared = self.name in trainer.current_run.request.metrics.evaluated
+        is_intermediate = ("intermediate_" if is_declared else "intermediate_eval_") in self.name
         if mid_epoch:
             return not is_intermediate
         return is_intermediate or (bool(trainer.eval_dataloaders) and not trainer.current_run.evaluation_is_due)

@@ -302,6 +302,10 @@ def test_a_state_of_other_groups_is_refused():
     with pytest.raises(ValueError, match="its parameter groups have 2, 1, 0 parameters, but those of the optimizers"):
         optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] != 9.0  # no part is loaded
+    parts = dict(reversed(two_optimizers(model).items()))
+    other = adamw_trainer(model, optimizer=parts).optimizer
+    with pytest.raises(ValueError, match="it has the optimizers in the order matrix, rest"):
+        other.load_state_dict(optimizer.state_dict())
 
 
 def test_zero_grad_clears_the_gradients_of_each_optimizer():

@@ -581,3 +581,13 @@ def test_numbers_of_any_type_are_compared():
     assert not watched.is_better(np.uint8(3), np.uint8(5))
     assert watched.is_better(np.bool_(True), np.bool_(False))
     assert not watched.is_better(float("nan"), 1.0)
+
+
+def test_a_metric_of_a_callback_may_be_called_intermediate():
+    def record(trainer, **kwargs):
+        trainer.run_history.update_metric("intermediate_f1", 1.0)
+
+    stopping = EarlyStoppingCallback(5, watch_metric="intermediate_f1", greater_is_better=True)
+    trainer = make_trainer([listener(on_training_run_epoch_end=record), stopping])
+    train(trainer, epochs=2, eval_dataset=True, evaluate_every="0.5 epochs")
+    assert stopping.best_metric == 1.0

@@ -183,6 +183,7 @@ class DirectoryStore(StateStore):
     def remove(self, name: str) -> None:
         """Remove a state."""
         removed = self.location / f".{name}.removed"
+        remove(removed)  # what an earlier attempt has left
         self._path(name).rename(removed)
         remove(removed)
 
