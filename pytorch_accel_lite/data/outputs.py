@@ -49,6 +49,11 @@ def complete_output(output: BatchOutput, data: BatchData, num_samples: int | Non
         raise ValueError(f"{method} returned batch_size={size!r}; it must be at least 1.{is_empty}")
     if "num_items_in_batch" in output:
         check_items(output["num_items_in_batch"], f"{method} returned num_items_in_batch")
+    if "losses" in output and not isinstance(output["losses"], Mapping):
+        raise TypeError(
+            f"{method} returned {type(output['losses']).__name__} as 'losses', the entry for several losses by name. "
+            "Return yours under another name."
+        )
     if num_samples == 0:  # a filler batch
         output["batch_size"] = 0
     if not isinstance(losses, torch.Tensor) and losses is not None:

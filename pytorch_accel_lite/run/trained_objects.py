@@ -145,7 +145,7 @@ def weights_are_finite(trainer: TrainerLike) -> bool:
 
     def largest(tensors: Iterable[torch.Tensor]) -> float:
         """Return the largest absolute value, or NaN if there is a NaN."""
-        shards = [local_shard(t) for t in tensors if t.is_floating_point() and t.itemsize > 1]
+        shards = [local_shard(t) for t in tensors if t.dtype.is_complex or (t.is_floating_point() and t.itemsize > 1)]
         shards = [t.coalesce().values() if t.is_sparse else t for t in shards if t.numel()]  # for torch before 2.7
         if len({(t.device, t.dtype) for t in shards}) > 1:
             return torch.nn.utils.get_total_norm(shards, norm_type=math.inf).item()

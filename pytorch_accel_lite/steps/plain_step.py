@@ -160,7 +160,7 @@ def _fire_backward_start(trainer: TrainerLike, data: BatchData, output: BatchOut
     if output.get("loss") is not loss:
         check_loss(output, "on_backward_start", training=True)
         output["loss"] = total_loss(as_scalars(output["loss"]))
-    elif loss._version == version and _identities(output.get("losses", {})) != parts:
+    elif losses and loss._version == version and _identities(output.get("losses", {})) != parts:
         check_loss({"loss": output["losses"]}, "on_backward_start", training=True)
         output["loss"] = total_loss(as_scalars(output["losses"]))
 

@@ -14,6 +14,7 @@ import torch
 
 from pytorch_accel_lite import Trainer, callbacks
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
+from pytorch_accel_lite.checkpoint.disk.atomic_files import naming_file
 from tests.checkpoint.small_checkpoints import trained
 from tests.small_models import equal_weights, listener, make_trainer, train, weights
 
@@ -123,3 +124,15 @@ def test_a_full_disk_is_named_if_a_file_is_open(tmp_path, file_size):
             with pytest.raises(OSError, match=r"File too large: '.*/model'"):
                 save(file)
             file_size.free()
+
+
+def test_an_earlier_error_is_not_taken_for_the_reason(tmp_path):
+    def save() -> None:
+        with naming_file(tmp_path / "model.pt"):
+            raise RuntimeError("device-side assert triggered")
+
+    try:
+        (tmp_path / "missing").read_bytes()
+    except OSError:
+        with pytest.raises(RuntimeError, match="device-side assert triggered"):
+            save()  # as in on_exception

@@ -503,3 +503,13 @@ def drifting_in_a_list() -> str:
 def test_modules_in_lists_are_compared_between_processes(two_ranks):
     for said in two_ranks(drifting_in_a_list):
         assert "'critics.0.0.weight' differs on rank 1 from rank 0" in said
+
+
+def test_complex_weights_are_checked_too():
+    model = nn.Linear(2, 1, dtype=torch.complex64)
+    trainer = adamw_trainer(model)
+    trainer.check_weights()
+    with torch.no_grad():
+        model.weight[0, 0] = complex(0, float("nan"))
+    with pytest.raises(NonFiniteLossError, match="infinite or NaN"):
+        trainer.check_weights()

@@ -290,3 +290,13 @@ def test_a_penalty_trains_like_in_the_ancestor():
     assert ours.run_history["train_loss_epoch"] == pytest.approx(
         theirs.run_history.get_metric_values("train_loss_epoch")
     )
+
+
+def test_losses_that_a_callback_adds_do_not_replace_the_loss():
+    def add_losses(trainer, batch_output, **kwargs):
+        batch_output["losses"] = {"aux": next(trainer.model.parameters()).sum() * 0}
+
+    adding, plain = make_model(), make_model()
+    train(make_trainer([listener(on_backward_start=add_losses)], adding, seed=1))
+    train(make_trainer(model=plain, seed=1))
+    assert equal_weights(adding.state_dict(), plain.state_dict())

@@ -143,3 +143,13 @@ def test_items_are_returned_for_every_batch_or_for_none(counted, settings):
 
     with pytest.raises(ValueError, match=r"num_items_in_batch was returned for .*return it for every batch, or for"):
         train(make_trainer(trainer_class=CountsSome, **settings), gradient_accumulation_steps=2)
+
+
+def test_an_entry_called_losses_must_be_losses_by_name():
+    class OfSamples(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            losses = (self.model(batch[0]) - batch[1]).square()
+            return {"loss": losses.mean(), "losses": losses.detach().flatten()}
+
+    with pytest.raises(TypeError, match="calculate_train_batch_loss returned Tensor as 'losses', the entry"):
+        train(make_trainer(trainer_class=OfSamples))

@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -53,21 +54,22 @@ def naming_file(path: StrPath) -> Iterator[None]:
     torch and safetensors raise other kinds of errors, and Python's errors do not name a file once it is open. The
     chained tracebacks are left out, because the new error has the system's message.
     """
+    before = sys.exception()  # the save may be due to an error
     try:
         yield
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-        number = _error_number(error)
+        number = _error_number(error, before)
         if number is None:
             raise
         raise OSError(number, os.strerror(number), os.fspath(path)) from None
 
 
-def _error_number(error: BaseException | None) -> int | None:
-    """Return the system's number of the error that led to this one; ``None`` if there was none."""
+def _error_number(error: BaseException | None, before: BaseException | None) -> int | None:
+    """Return the system's number of the error that led to this one after another one; ``None`` if there was none."""
     if isinstance(error, safetensors.SafetensorError):
         match = re.search(r"(?:os error|code:) (\d+)", str(error))
         return int(match[1]) if match else errno.EIO
-    while isinstance(error, RuntimeError):
+    while isinstance(error, RuntimeError) and error.__context__ is not before:
         error = error.__context__
     return error.errno if isinstance(error, OSError) else None
 
