@@ -248,8 +248,9 @@ def _send(data: BatchData, device: torch.device) -> BatchData:
         return {name: _send(part, device) for name, part in data.items()}
     if is_dataclass(data) and not isinstance(data, Mapping) and not hasattr(data, "to"):
         sent = copy.copy(data)
-        for field in dataclasses.fields(data):  # which may be frozen
-            object.__setattr__(sent, field.name, _send(getattr(data, field.name), device))
+        for field in dataclasses.fields(data):  # which may be frozen, or not set yet
+            if hasattr(data, field.name):
+                object.__setattr__(sent, field.name, _send(getattr(data, field.name), device))
         return sent
     return send_to_device(data, device, non_blocking=True)
 

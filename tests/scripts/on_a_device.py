@@ -193,16 +193,22 @@ class Pair:
     y: torch.Tensor
 
 
+@dataclasses.dataclass
+class Pairs:
+    pairs: list[Pair]
+    weights: torch.Tensor = dataclasses.field(init=False)  # which some programs set later
+
+
 def case_dataclasses() -> Any:
     """Batches that are dataclasses, or have them among their parts."""
 
     class OfPairs(Trainer):
         def calculate_train_batch_loss(self, batch: Any) -> Any:
-            pair = batch["pairs"][0]
+            pair = batch["data"].pairs[0]
             return super().calculate_train_batch_loss((pair.x, pair.y))
 
     def collate_fn(samples: Any) -> Any:
-        return {"pairs": [Pair(*map(torch.stack, zip(*samples, strict=True)))]}
+        return {"data": Pairs([Pair(*map(torch.stack, zip(*samples, strict=True)))])}
 
     return results_of(
         train(make_trainer(trainer_class=OfPairs, seed=3), train_dataloader_kwargs={"collate_fn": collate_fn})

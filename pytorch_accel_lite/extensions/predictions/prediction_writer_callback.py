@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 
 from pytorch_accel_lite.checkpoint import folder_path
@@ -81,15 +82,15 @@ class PredictionWriterCallback(TrainerCallback):
         indices = _indices_of_batch(trainer)
         if not indices:  # a filler batch, which only keeps the processes in step
             return
-        batch = trainer.run.batch
-        rows = len(indices) if batch is None else infer_batch_size(batch.data, len(indices))
+        outputs = to_cpu(batch_output, len(indices))
+        rows = infer_batch_size(outputs, len(indices))
         if rows != len(indices):
             raise ValueError(
-                f"PredictionWriterCallback cannot tell which of {len(indices)} samples the {rows} rows of a batch are. "
-                "Let collate_fn return a row for each sample."
+                f"PredictionWriterCallback cannot tell which of {len(indices)} samples the {rows} rows of an output "
+                "are. Let collate_fn and the model return a row for each sample."
             )
         self._indices += indices
-        self._outputs.append(to_cpu(batch_output, len(indices)))
+        self._outputs.append(outputs)
         if len(self._indices) >= self.shard_size:
             self._write(trainer)
 
@@ -108,13 +109,13 @@ class PredictionWriterCallback(TrainerCallback):
 
 
 def _indices_of_batch(trainer: TrainerLike) -> list[int]:
-    indices: list[int] | None = trainer.run.batch_indices
+    indices = trainer.run.batch_indices
     if indices is None:
         raise TypeError("PredictionWriterCallback needs a dataset whose samples have indices, not a stream.")
-    for index in indices:
-        if not isinstance(index, int):
-            raise TypeError(f"PredictionWriterCallback needs samples with integers as indices, not {index!r}.")
-    return indices
+    try:
+        return [operator.index(index) for index in indices]  # which may be of numpy or torch
+    except TypeError:
+        raise TypeError(f"PredictionWriterCallback needs integers as indices of samples, not {indices!r}.") from None
 
 
 def _checksum_of_weights(trainer: TrainerLike) -> str:

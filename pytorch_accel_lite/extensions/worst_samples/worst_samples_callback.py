@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import operator
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -171,7 +172,9 @@ def _numbers(indices: list[Any] | None, size: int, device: torch.device) -> list
     """Return the index of each row of a batch, or ``None`` for each, as where ``collate_fn`` has left samples out."""
     if indices is None or len(indices) != size:
         return [None] * size
-    return torch.as_tensor(indices, device=device) if all(isinstance(index, int) for index in indices) else indices
+    with suppress(TypeError):  # some indices are names
+        return torch.as_tensor([operator.index(index) for index in indices], device=device)
+    return indices
 
 
 def _without_reduction(loss_func: Any) -> Callable[[Any, Any], torch.Tensor]:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -376,7 +377,7 @@ def test_rows_of_unknown_samples_are_refused(tmp_path):
         return torch.utils.data.default_collate([sample for sample in samples if sample is not None])
 
     trainer = adamw_trainer(float64_model(), callbacks=[PredictionWriterCallback(tmp_path)])
-    with pytest.raises(ValueError, match="cannot tell which of 4 samples the 3 rows of a batch are"):
+    with pytest.raises(ValueError, match="cannot tell which of 4 samples the 3 rows of an output are"):
         list(trainer.predict_iter(WithoutTwo(), per_device_batch_size=4, collate_fn=collate_fn))
     assert not list(tmp_path.glob("shard-*"))
 
@@ -392,5 +393,31 @@ def test_samples_with_names_are_refused_at_once(tmp_path):
             return data[name], torch.zeros(1)
 
     trainer = adamw_trainer(float64_model(), callbacks=[PredictionWriterCallback(tmp_path)])
-    with pytest.raises(TypeError, match="needs samples with integers as indices, not 'a'"):
+    with pytest.raises(TypeError, match="needs integers as indices of samples, not \\['a'\\]"):
         list(trainer.predict_iter(DataLoader(Named(), sampler=["a", "b"])))
+
+
+@pytest.mark.parametrize("order", [np.arange(8)[::-1], torch.arange(8).flip(0)], ids=["numpy", "torch"])
+def test_indices_may_be_numbers_of_numpy_or_torch(tmp_path, order):
+    data = float64_data(8)
+    trainer = adamw_trainer(float64_model(), callbacks=[PredictionWriterCallback(tmp_path)])
+    loader = DataLoader(data, sampler=list(order), batch_size=4)
+    predicted = trainer.predict(loader)
+    assert torch.equal(read_predictions(tmp_path), predicted.flip(0))
+
+
+def test_samples_of_several_rows_may_have_one_output(tmp_path):
+    class MeanOfCrops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = float64_model()
+
+        def forward(self, crops):
+            return self.inner(crops).unflatten(0, (-1, 3)).mean(1)
+
+    def collate_fn(samples):
+        return torch.stack([x + crop for x, _ in samples for crop in range(3)])
+
+    trainer = adamw_trainer(MeanOfCrops(), callbacks=[PredictionWriterCallback(tmp_path)])
+    predicted = trainer.predict(float64_data(8), per_device_batch_size=4, collate_fn=collate_fn)
+    assert torch.equal(read_predictions(tmp_path), predicted)

@@ -317,3 +317,11 @@ def test_samples_may_have_names():
     loader = torch.utils.data.DataLoader(Numbered(), sampler=["5", "7", "6"], batch_size=2)
     adamw_trainer(identity(), callbacks=[worst]).evaluate(loader)
     assert [sample.index for sample in worst.samples] == ["7", "6"]
+
+
+@pytest.mark.parametrize("order", [np.array([5, 7, 6]), torch.tensor([5, 7, 6])], ids=["numpy", "torch"])
+def test_numbers_of_numpy_and_torch_become_plain(order):
+    worst = WorstSamplesCallback(2)
+    loader = torch.utils.data.DataLoader(Numbered(), sampler=order, batch_size=2)
+    adamw_trainer(identity(), callbacks=[worst]).evaluate(loader)
+    assert [(sample.index, type(sample.index)) for sample in worst.samples] == [(7, int), (6, int)]
