@@ -13,7 +13,7 @@ from pytorch_accel_lite.distributed.ranks import Ranks
 _LOST = re.compile(r"gloo.*((closed|reset) by peer|Broken pipe)|remote process exited|ncclRemoteError", re.DOTALL)
 
 #: Of waiting too long, or, with gloo, of a message of another call.
-_WAITED = re.compile(r"timed out|timeout|op\.preamble", re.IGNORECASE)
+_WAITED = re.compile(r"timed out|timeout|op\.preamble|mismatch between collectives|monitoredBarrier", re.IGNORECASE)
 
 
 class ProcessLostError(RuntimeError):

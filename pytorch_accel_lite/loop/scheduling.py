@@ -1,4 +1,4 @@
-"""The scheduler of a run: checks of its schedule, creating it from the initial rates, and when it is stepped."""
+"""The scheduler of a run: checks of its schedule, and creating it from the initial rates of the optimizer."""
 
 from __future__ import annotations
 
