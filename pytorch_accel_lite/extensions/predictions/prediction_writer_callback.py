@@ -10,7 +10,13 @@ import os
 from pytorch_accel_lite.checkpoint import folder_path
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, is_overridden
-from pytorch_accel_lite.extension_tools.data_and_batches import dataset_of, find_length, infer_batch_size, to_cpu
+from pytorch_accel_lite.extension_tools.data_and_batches import (
+    ListOfSamples,
+    dataset_of,
+    find_length,
+    infer_batch_size,
+    to_cpu,
+)
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import evaluating_optimizers, other_modules
 from pytorch_accel_lite.extension_tools.plain_types import Tree
 from pytorch_accel_lite.extension_tools.states_and_files import weight_checksums, without_compile
@@ -83,7 +89,8 @@ class PredictionWriterCallback(TrainerCallback):
         if not indices:  # a filler batch, which only keeps the processes in step
             return
         outputs = to_cpu(batch_output, len(indices))
-        rows = infer_batch_size(outputs, len(indices))
+        is_list = isinstance(outputs, ListOfSamples)
+        rows = len(outputs) if is_list else infer_batch_size(outputs, len(indices))
         if rows != len(indices):
             raise ValueError(
                 f"PredictionWriterCallback cannot tell which of {len(indices)} samples the {rows} rows of an output "
