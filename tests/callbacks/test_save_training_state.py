@@ -192,6 +192,16 @@ def test_rotation_keeps_the_newest_and_foreign_files(tmp_path):
     assert not list((tmp_path / "states").glob(".update*"))
 
 
+def test_rotation_goes_on_after_a_removal_that_was_incomplete(tmp_path):
+    def leave_a_part(trainer, **kwargs):
+        for state in saved_states(tmp_path):
+            (state.parent / f".{state.name}.removed" / "part").mkdir(parents=True, exist_ok=True)
+
+    saver = SaveTrainingStateCallback(tmp_path / "states", max_checkpoints=1, save_every_n_epochs=1)
+    train(make_trainer([listener(on_update_end=leave_a_part), saver]), epochs=3)
+    assert len(saved_states(tmp_path)) == 1
+
+
 def test_rotation_removes_links_to_states_but_not_their_targets(tmp_path):
     run(tmp_path, epochs=1, schedule=False)
     (tmp_path / "elsewhere").mkdir()

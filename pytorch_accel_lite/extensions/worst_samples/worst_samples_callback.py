@@ -18,7 +18,7 @@ from torch import nn
 
 from pytorch_accel_lite.extending import Run, TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_function, check_positive_int
-from pytorch_accel_lite.extension_tools.data_and_batches import is_list_of_samples, is_number, slice_batch
+from pytorch_accel_lite.extension_tools.data_and_batches import Index, is_list_of_samples, is_number, slice_batch
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import default_transform
 from pytorch_accel_lite.extension_tools.texts_and_pages import align, find_plots
 
@@ -168,7 +168,7 @@ def _dataset_of(sample: WorstSample, datasets: Any) -> Any:
     return datasets[max(names, key=len, default=sample.dataset)]
 
 
-def _numbers(indices: list[Any] | None, size: int, device: torch.device) -> list[Any] | torch.Tensor:
+def _numbers(indices: list[Index] | None, size: int, device: torch.device) -> list[Index] | list[None] | torch.Tensor:
     """Return the index of each row of a batch, or ``None`` for each, as where ``collate_fn`` has left samples out."""
     if indices is None or len(indices) != size:
         return [None] * size
