@@ -98,8 +98,10 @@ def path_of(key: Key) -> str:
     return f"{owner}.{name}" if owner else name
 
 
-#: What every module has, its mode, which a run sets itself, and a note of Accelerate's.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"training", "_is_accelerate_prepared"}
+#: Marks of what libraries have done to a module in this process: Accelerate, and transformers, which adds hooks.
+_MARKS = {"_is_accelerate_prepared", "_output_capturing_hooks_installed"}
+#: What every module has, its mode, which a run sets itself, and marks, which mean nothing in another process.
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"training"} | _MARKS
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial, type)
 _MOST_PARTS = 10_000  # maximum parts of an attribute for a digest
 _MOST_BYTES = 1 << 28
@@ -152,11 +154,13 @@ class ModuleAttributes:
         if isinstance(value, torch.Tensor):
             if value is created.value and _version(value) == created.version:
                 return False
-            was_kept = _version(created.value) == created.version  # so the noted object still has its first value
-            if value is created.value or not was_kept or digest_of(value, key) != digest_of(created.value, key):
-                return True
-            self._created[key] = _Created(value, _version(value), None)  # it was moved to the device
-            return False
+            first = created.value  # its memory may be on another device than that of the value, which was moved there
+            found = digest_of(value, key)
+            comparable = found if value.device == first.device else digest_of(value.to(first.device), key)
+            is_changed = _version(first) != created.version if comparable is None else comparable != created.digest
+            if not is_changed:
+                self._created[key] = _Created(value, _version(value), found)
+            return is_changed
         found = digest_of(value, key)
         return found is not None and created.digest is not None and found != created.digest
 
@@ -217,7 +221,7 @@ def _attributes(owners: Mapping[str, object]) -> Iterator[tuple[Key, object]]:
     for owner_name, owner in owners.items():
         held = dict(vars(owner))
         weights, buffers = held.get("_parameters", {}), held.get("_buffers", {})
-        left_out = _OF_EVERY_MODULE.union(getattr(owner, "unsaved_attributes", ()))
+        left_out = OF_EVERY_MODULE.union(getattr(owner, "unsaved_attributes", ()))
         held |= {name: buffers[name] for name in held.get("_non_persistent_buffers_set", ()) if name in buffers}
         for name, value in held.items():
             if name in left_out or isinstance(value, _FUNCTIONS) or id(value) in seen:

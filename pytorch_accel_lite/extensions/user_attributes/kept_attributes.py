@@ -25,6 +25,7 @@ from pytorch_accel_lite.extension_tools.states_and_files import (
 )
 from pytorch_accel_lite.extension_tools.texts_and_pages import listed
 from pytorch_accel_lite.extensions.user_attributes.attribute_owners import (
+    OF_EVERY_MODULE,
     Key,
     ModuleAttributes,
     attributes_of_users,
@@ -291,6 +292,8 @@ class KeptAttributes(UserAttributes):
         lost = []
         for owner, module in owners_in_modules(trainer, trained_objects(trainer)).items():
             for name, node in states_by_owner.get(owner, {}).items():
+                if name in OF_EVERY_MODULE:
+                    continue  # a mark, kept by an earlier version
                 held = place_of(module, name)
                 current = held.get(name, NoPlaceError)
                 if shares_memory_with_weights(module, current):

@@ -116,11 +116,13 @@ def interrupt(model: nn.Module, folder: Path, callbacks: Any = (), **kwargs: Any
     return kept
 
 
-def resume(model: nn.Module, folder: Path, callbacks: Any = (), kind: type[Trainer] = Trainer) -> Trainer:
+def resume(
+    model: nn.Module, folder: Path, callbacks: Any = (), kind: type[Trainer] = Trainer, eval_dataset: Any = None
+) -> Trainer:
     saving = SaveTrainingStateCallback(folder, save_every_n_steps=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     trainer = kind(model, nn.MSELoss(), optimizer, [saving, *callbacks], seed=0)
-    trainer.train(DATA, 1, per_device_batch_size=4, resume_from="latest")
+    trainer.train(DATA, 1, eval_dataset, per_device_batch_size=4, resume_from="latest")
     return trainer
 
 
@@ -167,6 +169,49 @@ def test_a_trainer_may_leave_attributes_of_modules_out(tmp_path):
 
 def test_weights_computed_in_each_forward_pass_are_not_kept(tmp_path):
     assert not interrupt(nn.Sequential(nn.utils.spectral_norm(nn.Linear(5, 1).double())), tmp_path)
+
+
+class Fixed(nn.Module):
+    """Has a table that is no part of its ``state_dict()``, and that nothing changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = float64_model()
+        self.register_buffer("table", torch.ones(1, dtype=torch.float64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layers(x) * self.table
+        return outputs
+
+
+def test_states_leave_out_what_the_sanity_check_has_restored(tmp_path):
+    assert not interrupt(Fixed(), tmp_path, eval_dataset=DATA)
+
+
+def hidden_states_of_llama(folder: Path, resume_from: Path | None = None) -> Trainer:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class OfHiddenStates(Trainer):
+        def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
+            hidden = self.model(batch, output_hidden_states=True).hidden_states
+            assert len(hidden) == 3  # the embeddings, and the outputs of each layer
+            return {"loss": sum(state.square().mean() for state in hidden), "batch_size": len(batch)}
+
+    torch.manual_seed(9 if resume_from else 0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=20, bos_token_id=1, eos_token_id=2, **sizes))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainer = OfHiddenStates(model, None, optimizer, every_state(folder), seed=0)
+    rows = torch.arange(64).reshape(16, 4) % 20
+    trainer.train(list(rows), 1, per_device_batch_size=4, resume_from=resume_from)
+    return trainer
+
+
+def test_models_of_transformers_resume_with_hidden_states():
+    pytest.importorskip("transformers")
+    whole, *resumed = run_and_resume(hidden_states_of_llama, lambda trainer: trainer.get_model().state_dict())
+    assert resumed
+    assert all(same_bits(whole, run) for run in resumed)
 
 
 class SavesItself(TrainerCallback):
