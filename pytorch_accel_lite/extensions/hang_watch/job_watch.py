@@ -35,7 +35,8 @@ _MOST_CPU = 0.2  # maximum share of CPU time of a waiting thread
 _PATIENCE = 5.0  # seconds to wait for the reason of a loss
 _HINT = (
     " Those in the backward pass wait for gradients that another process does not have: of a step in which it skips "
-    "its backward pass, or of parameters that its loss does not depend on."
+    "its backward pass, or of parameters that its loss does not depend on. If the model uses different parts in "
+    "different steps, pass find_unused_parameters=True to the trainer."
 )
 
 

@@ -71,6 +71,7 @@ def test_processes_in_different_calls_report_and_end(tmp_path, monkeypatch, case
     assert re.search(r"rank 0 waits.* in train\(\), called by train of deadlocks.py:\d+ \(in the backward pass, ", said)
     assert re.search(r"\n  rank 1 waits, epoch 1, step \d", said)
     assert "All processes wait, but in different calls, so none can go on." in said
+    assert "pass find_unused_parameters=True to the trainer" in said
     assert "The job ends with exit code 75." in said
 
 
