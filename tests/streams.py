@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from importlib.metadata import version
 from io import StringIO
@@ -192,7 +193,14 @@ def require(kind: str) -> None:
         pytest.importorskip("torchdata.stateful_dataloader")
 
 
-def train_on(kind: str, folder: Any = None, resume_from: Any = None, batch_size: int = 3, size: int = 26) -> Any:
+def train_on(
+    kind: str,
+    folder: Any = None,
+    resume_from: Any = None,
+    batch_size: int = 3,
+    size: int = 26,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> Any:
     """Train two epochs on a stream; save a state at each update in ``folder``, or resume from one."""
     read: list[int] = []
     stream, kwargs = source(kind, size, read)
@@ -200,7 +208,7 @@ def train_on(kind: str, folder: Any = None, resume_from: Any = None, batch_size:
     model = nn.Linear(2, 1)
     nn.init.constant_(model.weight, 0.1)
     keeps = Keeps()
-    callbacks: list[TrainerCallback] = [keeps] if folder is None else [keeps, SavesEachUpdate(folder)]
+    callbacks = [keeps, *callbacks, *([] if folder is None else [SavesEachUpdate(folder)])]
     trainer = Sums(model, None, torch.optim.SGD(model.parameters(), lr=1e-4), callbacks=callbacks, seed=5)
     if kind in ("loader", "workers"):
         from torchdata.stateful_dataloader import StatefulDataLoader

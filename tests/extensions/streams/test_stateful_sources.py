@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import StepBasedEvaluationCallback
+from pytorch_accel_lite.callbacks import LimitBatchesCallback, StepBasedEvaluationCallback
 from tests.launching import SOAK, only_with_soak
 from tests.small_models import equal_weights, listener, same_bits
 from tests.streams import (
@@ -47,6 +47,17 @@ def test_a_stream_with_a_state_for_its_loader_only_is_reread(tmp_path):
     resumed = train_on("for its loader", resume_from=tmp_path / f"{BATCHES + 4}")
     assert same_bits(resumed["seen"], whole["seen"][BATCHES + 4 :])
     assert equal_weights(resumed["weights"], whole["weights"])
+
+
+@pytest.mark.extension("pytorch_accelerated")
+def test_a_stream_starts_again_after_an_epoch_that_a_limit_ended(tmp_path):
+    limit = LimitBatchesCallback(3)
+    whole = train_on("shelf", tmp_path, callbacks=[limit])
+    assert len(whole["seen"]) == 6
+    assert same_bits(whole["seen"][0][:, 0], whole["seen"][3][:, 0])
+    for update in (2, 3, 4):
+        resumed = train_on("shelf", resume_from=tmp_path / f"{update}", callbacks=[limit])
+        assert same_bits(resumed["seen"], whole["seen"][update:])
 
 
 @pytest.mark.sampled
