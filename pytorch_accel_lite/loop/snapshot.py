@@ -72,8 +72,12 @@ class Snapshot(ExitStack):
             self.callback(_copy_back, tensor, distinct.to("cpu", copy=True) if self._on_host else distinct.clone())
 
     def keep_buffers(self, modules: Iterable[nn.Module]) -> None:
-        """Keep the buffers of modules and their parts, because a forward pass may change or replace buffers."""
+        """Keep the buffers of modules and their parts, which a forward pass may change or replace.
+
+        It also normalises weights of embeddings in place (``max_norm``), so these are kept, too.
+        """
         for part in dict.fromkeys(chain.from_iterable(module.modules() for module in modules)):
+            self.keep_tensors([part.weight] if getattr(part, "max_norm", None) is not None else [])
             for name, buffer in vars(part)["_buffers"].items():
                 self.keep_tensors([] if buffer is None else [buffer])
                 self.callback(setattr, part, name, buffer)

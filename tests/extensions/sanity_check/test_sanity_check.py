@@ -21,11 +21,12 @@ from tests.small_models import adamw_trainer, equal_weights, float64_data, float
 
 
 class Restless(nn.Linear):
-    """Changes a buffer, an attribute and a list in every pass, and draws random numbers."""
+    """Changes a buffer, an attribute, a list and an embedding in every pass, and draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__(5, 1, dtype=torch.float64)
         self.register_buffer("passes", torch.zeros(()))
+        self.signs = nn.Embedding(4, 1, max_norm=0.1, dtype=torch.float64)
         self.count = 0
         self.sizes: list[int] = []
 
@@ -33,6 +34,7 @@ class Restless(nn.Linear):
         self.passes += 1
         self.count += 1
         self.sizes.append(len(inputs))
+        inputs = inputs + self.signs((inputs[:, 0] > 0).long() + 2 * (not self.training))
         return super().forward(inputs) + 0.01 * torch.rand(()) + 0.01 * random.random() + 0.01 * np.random.rand()
 
 
