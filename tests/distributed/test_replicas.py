@@ -97,6 +97,20 @@ def _frozen_model() -> nn.Module:
     return model
 
 
+class Normalises(nn.Module):
+    """Has an embedding of which each process looks up other rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = float64_model()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(world_size(), 1, max_norm=0.1, dtype=torch.float64)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layers(inputs) + self.rows(torch.tensor([rank()]))
+        return outputs
+
+
 class UpsetAt(TrainerCallback):
     """Changes one bit of one weight on the last rank, after some updates. (It may heal in the next one.)"""
 
@@ -137,6 +151,7 @@ def drifting() -> dict[str, Any]:
         "unfrozen": _train(model=_frozen_model(), callbacks=[Unfreezing()]),
         "unused": _train(model=WithSpare()),
         "frozen": _train(model=CountsInForward()),
+        "max_norm": _train(model=Normalises()),
         "one bit": _train(callbacks=[UpsetAt(len(DATA) // (4 * world_size()))]),
         "one bit, checked often": _train(callbacks=[UpsetAt(2), Compares()]),
         "on purpose": _train(BareModel, check_replicas=False),
@@ -171,6 +186,7 @@ def test_bypassing_ddp_in_some_steps_is_found_after_the_epoch(drifted):
     ("critic", 1, 1, ["'critic.weight'", "self.accelerator.prepare(module)"]),
     ("unfrozen", None, 2, ["rewrap_model()"]),  # at the end of the epoch
     ("frozen", 1, 1, ["no longer have", "'mean' differs", "It is frozen", "register it as a buffer"]),
+    ("max_norm", 1, 1, ["'rows.weight' differs", "an embedding with max_norm", "weight.data.renorm_(2, 0, maxnorm="]),
     ("unused", 1, 1, ["did not depend on", "'spare.weight', 'spare.bias' on rank 0", "find_unused_parameters=True"]),
 ])  # fmt: skip
 def test_parameters_whose_gradients_are_not_averaged_are_found(drifted, case, expected_update, expected_epoch, words):

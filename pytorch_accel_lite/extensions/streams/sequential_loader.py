@@ -113,9 +113,7 @@ class SequentialLoader(ShardedLoader):
             self._check_workers()
             self._restored_epoch = None
         self._set_epoch(epoch)
-        if (
-            self._left == 0
-        ):  # a limit has ended the epoch: a stream opened here would begin the next one at its position
+        if self._left == 0:  # a limit has ended the epoch: opened here, a stream would begin the next at its position
             return iter(())
         steps = self._steps_alone(start) if self._reads_alone else self._steps_together(start)
         return self._seed_steps(steps) if self._is_seeded else steps

@@ -153,6 +153,12 @@ def note_missing_gradients(trainer: TrainerLike, run: Run) -> None:
 
 def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Fingerprint]) -> str:
     prepared = trainer.prepared_model
+    if name in _normalised_in_forward(trainer):
+        return (
+            "It is an embedding with max_norm: each forward pass normalises only the rows that its process looks up. "
+            "Leave out max_norm, and normalise all rows in an overridden optimizer_step, after super().optimizer_step()"
+            f": weight.data.renorm_(2, 0, maxnorm=1.0). {_ON_PURPOSE}"
+        )
     if not any(name in found.trained for found in by_rank):
         return (
             "It is frozen (requires_grad=False), so nothing averages it, but something changes it on each process by "
@@ -187,6 +193,14 @@ def _parameter_names(trainer: TrainerLike) -> dict[int, str]:
         for name, parameter in module.named_parameters(prefix):
             names.setdefault(id(parameter), name)
     return names
+
+
+def _normalised_in_forward(trainer: TrainerLike) -> set[str]:
+    """Return the names of the embeddings that torch normalises in each forward pass (``max_norm``)."""
+    modules = (unwrap(trainer.model), *other_modules(trainer).values())
+    parts = chain.from_iterable(module.modules() for module in modules)
+    names = _parameter_names(trainer)
+    return {names.get(id(part.weight), "") for part in parts if getattr(part, "max_norm", None) is not None}
 
 
 def _trained_parameters(trainer: TrainerLike, names: dict[int, str]) -> dict[str, nn.Parameter]:
