@@ -169,3 +169,10 @@ SHARDED_JOBS = {kind for kind in DistributedType if kind.name in ("FSDP", "DEEPS
 def is_sharded(accelerator: Accelerator, model: nn.Module) -> bool:
     """Whether the weights of a model are or will be sharded over the processes, by Accelerate or by the user."""
     return accelerator.distributed_type in SHARDED_JOBS or are_sharded(model.parameters())
+
+
+def normalised_weights(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Return the weights of embeddings with ``max_norm``: a forward pass normalises the rows that it looks up."""
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    embeddings = [part for part in parts if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
+    return [part.weight for part in embeddings if part.max_norm is not None]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from pytorch_accel_lite.base.modules import normalised_weights
 from pytorch_accel_lite.base.random_generators import (
     capture_generators,
     restore_generator,
@@ -76,8 +77,9 @@ class Snapshot(ExitStack):
 
         It also normalises weights of embeddings in place (``max_norm``), so these are kept, too.
         """
+        modules = list(modules)
+        self.keep_tensors(normalised_weights(modules))
         for part in dict.fromkeys(chain.from_iterable(module.modules() for module in modules)):
-            self.keep_tensors([part.weight] if getattr(part, "max_norm", None) is not None else [])
             for name, buffer in vars(part)["_buffers"].items():
                 self.keep_tensors([] if buffer is None else [buffer])
                 self.callback(setattr, part, name, buffer)

@@ -154,7 +154,8 @@ class ModuleAttributes:
         if isinstance(value, torch.Tensor):
             if value is created.value and _version(value) == created.version:
                 return False
-            first = created.value  # its memory may be on another device than that of the value, which was moved there
+            first = created.value  # of the same type, but it may be on another device, from which it was moved
+            assert isinstance(first, torch.Tensor)
             found = digest_of(value, key)
             comparable = found if value.device == first.device else digest_of(value.to(first.device), key)
             is_changed = _version(first) != created.version if comparable is None else comparable != created.digest

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.base.arguments import arguments_of
-from pytorch_accel_lite.base.modules import unwrap
+from pytorch_accel_lite.base.modules import normalised_weights, unwrap
 from pytorch_accel_lite.base.paths import is_place
 from pytorch_accel_lite.base.quantised_weights import all_plain_parts
 from pytorch_accel_lite.base.sums_of_bits import sums_of_bits
@@ -153,7 +153,9 @@ def note_missing_gradients(trainer: TrainerLike, run: Run) -> None:
 
 def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Fingerprint]) -> str:
     prepared = trainer.prepared_model
-    if name in _normalised_in_forward(trainer):
+    names = _parameter_names(trainer)
+    modules = (unwrap(trainer.model), *other_modules(trainer).values())
+    if name in [names.get(id(weight)) for weight in normalised_weights(modules)]:
         return (
             "It is an embedding with max_norm: each forward pass normalises only the rows that its process looks up. "
             "Leave out max_norm, and normalise all rows in an overridden optimizer_step, after super().optimizer_step()"
@@ -193,14 +195,6 @@ def _parameter_names(trainer: TrainerLike) -> dict[int, str]:
         for name, parameter in module.named_parameters(prefix):
             names.setdefault(id(parameter), name)
     return names
-
-
-def _normalised_in_forward(trainer: TrainerLike) -> set[str]:
-    """Return the names of the embeddings that torch normalises in each forward pass (``max_norm``)."""
-    modules = (unwrap(trainer.model), *other_modules(trainer).values())
-    parts = chain.from_iterable(module.modules() for module in modules)
-    names = _parameter_names(trainer)
-    return {names.get(id(part.weight), "") for part in parts if getattr(part, "max_norm", None) is not None}
 
 
 def _trained_parameters(trainer: TrainerLike, names: dict[int, str]) -> dict[str, nn.Parameter]:
