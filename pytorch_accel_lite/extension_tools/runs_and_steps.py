@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytorch_accel_lite.base.modules import tensor_parallel_size
 from pytorch_accel_lite.loop.fit import prepare_training
 from pytorch_accel_lite.loop.guards.arguments_and_datasets import check_dataset, check_training
-from pytorch_accel_lite.loop.guards.epoch_checks import min_share_for_batch_norm
+from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.inference import inference, inference_run, unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.loaders_and_lengths import create_eval_loaders, create_train_loader

@@ -21,7 +21,7 @@ from pytorch_accel_lite.data.loader_base import ShardedLoader
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.arguments_and_datasets import check_dataset
-from pytorch_accel_lite.loop.guards.epoch_checks import call_start_event
+from pytorch_accel_lite.loop.guards.modes import call_start_event
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import ending, entering
 from pytorch_accel_lite.loop.loaders_and_lengths import loader_of_run

@@ -18,7 +18,7 @@ from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.outputs import complete_output
 from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.loop.guards.epoch_checks import restoring_mode_between_batches
+from pytorch_accel_lite.loop.guards.modes import restoring_mode_between_batches
 from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.loaders_and_lengths import create_config, create_eval_loaders
 from pytorch_accel_lite.loop.model_setup import prepare_model

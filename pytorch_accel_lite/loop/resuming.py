@@ -18,7 +18,7 @@ from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import descr
 from pytorch_accel_lite.checkpoint.models.trainability import note_trainability
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
 from pytorch_accel_lite.checkpoint.states.state_contents import restore_after_start, restore_again, restore_before_start
-from pytorch_accel_lite.loop.guards.epoch_checks import has_starting_code
+from pytorch_accel_lite.loop.guards.modes import has_starting_code
 from pytorch_accel_lite.loop.scheduling import check_schedule_length, warn_of_other_schedule
 from pytorch_accel_lite.optimizers.optimizer_parts import parts_of_optimizer
 from pytorch_accel_lite.optimizers.scheduled_options import Options, all_options

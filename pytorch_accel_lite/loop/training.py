@@ -19,15 +19,9 @@ from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed.gradient_sync import no_sync_within_window, sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import EvaluationKind, begin_evaluations, evaluate_all, evaluate_if_due
 from pytorch_accel_lite.loop.guards.arguments_and_datasets import check_optimizers
-from pytorch_accel_lite.loop.guards.epoch_checks import (
-    call_start_event,
-    check_global_modes,
-    check_num_steps,
-    min_share_for_batch_norm,
-    restoring_mode_between_batches,
-    steps_of_stream,
-    warn_of_nonfinite_weights,
-)
+from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
+from pytorch_accel_lite.loop.guards.epoch_checks import check_num_steps, steps_of_stream, warn_of_nonfinite_weights
+from pytorch_accel_lite.loop.guards.modes import call_start_event, check_global_modes, restoring_mode_between_batches
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import note_missing_gradients
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.resuming import (
