@@ -22,7 +22,13 @@ from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_steps import load_state_of
 from pytorch_accel_lite.optimizers.scheduled_options import note_options, noted_options
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trained_objects import learned_by_loss, loose_parameters, other_modules, trained_objects
+from pytorch_accel_lite.run.trained_objects import (
+    instances_in,
+    learned_by_loss,
+    loose_parameters,
+    other_modules,
+    trained_objects,
+)
 
 #: An object that is saved with a trainer. The state of a tensor is the tensor itself.
 Owner: TypeAlias = HasStateDict | torch.Tensor
@@ -132,14 +138,6 @@ def undone_on_error(trainer: TrainerLike, optimizers: bool, schedulers: bool) ->
         raise
 
 
-def load_trained_object_states(
-    trainer: TrainerLike, states: Mapping[str, Tree], source: StrPath, is_final: bool = False
-) -> None:
-    """Restore the attributes from their states, as ``fit_trained_object_states()`` describes."""
-    for load in fit_trained_object_states(trainer, states, source, is_final=is_final):
-        load()
-
-
 def fit_trained_object_states(
     trainer: TrainerLike,
     states: Mapping[str, Tree],
@@ -164,7 +162,10 @@ def fit_trained_object_states(
     loads: list[Callable[[], None]] = []
     if trainer.saves_attributes:
         included = _included(trainer, optimizers, schedulers)
-        included |= {name: module for name, module in other_modules(trainer).items() if name in states}
+        # Earlier versions saved the parts of the trainer's optimizer that are attributes, too.
+        more: dict[str, Owner] = {**other_modules(trainer)}
+        more |= instances_in(trainer, torch.optim.Optimizer) if optimizers else {}
+        included |= {name: owner for name, owner in more.items() if name in states}
         if not is_final:  # the starting events may still add groups to optimizers
             included = {
                 name: owner for name, owner in included.items() if not lacks_groups(owner, states.get(name, {}))
