@@ -330,11 +330,7 @@ def learned_by_loss(trainer: TrainerLike) -> dict[str, torch.Tensor]:
         return {}
     model = trainer.get_model()
     torch_losses = [module for module in loss_func.modules() if type(module).__module__ == nn.modules.loss.__name__]
-    others = [
-        *model.parameters(),
-        *model.buffers(),
-        *(buffer for module in torch_losses for buffer in module.buffers()),
-    ]
+    others = chain(model.parameters(), model.buffers(), *(module.buffers() for module in torch_losses))
     excluded = set(map(id, others))
     return {
         name: value
