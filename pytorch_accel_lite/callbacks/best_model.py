@@ -217,11 +217,10 @@ class SaveBestModelCallback(MetricWatcher):
 
     def state_dict(self) -> StateDict:
         """Return the best value and its epoch, and the values of all kept models."""
-        kept_models = [[metric, label] for label, metric in self._kept.items()]
         return {
             **super().state_dict(),
             "best_metric_epoch": self.best_metric_epoch,
-            "kept": kept_models,
+            "kept": [[metric, label] for label, metric in self._kept.items()],
             "is_of_earlier_run": self._is_of_earlier_run,
         }
 

@@ -62,9 +62,8 @@ class SavingPace(Interval):
 
     def note_pause(self, seconds: float, run: CountedRun) -> None:
         """Record how long training has waited for a state, and choose when the next one is due."""
-        self.pauses = [*self.pauses, seconds][-_NUM_PAUSES:]
         self._paused += seconds
-        usual = self.expect(self.pauses)
+        usual = self.expect([*self.pauses, seconds][-_NUM_PAUSES:])
         remaining = self._paused / self._share + usual - run.clock
         self.amount = max(min(max(remaining, usual / 2), 2 * usual), 1.0)
         self.advance(run)
@@ -252,9 +251,8 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._save(trainer)
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: object) -> None:
-        if trainer.train_dataloader is None:  # an evaluation was stopped
-            return
-        if not (self.save_at_end or trainer.run.end.pause is not None):
+        is_wanted = self.save_at_end or trainer.run.end.pause is not None
+        if trainer.train_dataloader is None or not is_wanted:  # it may be an evaluation that was stopped
             return
         if trainer.progress.samples == self._resumed_at:  # the resumed state is still the newest
             trainer.print("No training state was saved: the run was stopped before it had taken a step of its own.")
@@ -270,9 +268,7 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         try:
-            with self._handling_errors(trainer):
-                if self._writer is not None:
-                    self._writer.wait()
+            self._finish_writing(trainer)
             if trainer.progress.samples == self._resumed_at:  # a killed run may have left old states
                 with self._handling_errors(trainer):
                     trainer.ranks.result_of_first(lambda: self._remove_old_states(trainer.progress.update))
@@ -288,9 +284,8 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def on_exception(self, trainer: TrainerLike, *, exception: BaseException, **kwargs: object) -> None:
         try:
-            if self._writer is not None and trainer.ranks.world_size == 1:  # other processes may have failed
-                with self._handling_errors(trainer):
-                    self._writer.wait()
+            if trainer.ranks.world_size == 1:  # other processes may have failed
+                self._finish_writing(trainer)
         finally:
             self._store.unlock()
             complete, self._complete = self._complete, None
@@ -304,9 +299,8 @@ class SaveTrainingStateCallback(TrainerCallback):
         if progress == self._saved:
             return
         trainer.check_weights()
-        if self._writer is not None:
-            with trainer.run.goodput.counting("saving"), self._handling_errors(trainer):
-                self._writer.wait()
+        with trainer.run.goodput.counting("saving"):
+            self._finish_writing(trainer)
         update = trainer.progress.update
         path = self._store.path_for(update)
         options: StateDict = {} if self._created_weights is None else {"created_weights": self._created_weights}
@@ -325,6 +319,11 @@ class SaveTrainingStateCallback(TrainerCallback):
         if self._pace is not None:
             (pause,) = trainer.ranks.max([time.monotonic() - begin])
             self._pace.note_pause(pause, trainer.run)
+
+    def _finish_writing(self, trainer: TrainerLike) -> None:
+        if self._writer is not None:
+            with self._handling_errors(trainer):
+                self._writer.wait()
 
     def _remove_old_states(self, update: int) -> None:
         remove_old_states(self._store, self.max_checkpoints, protected={state_name(update)})

@@ -8,9 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import IO, NamedTuple, Protocol
 
-import torch
 from torch import nn
 
 from pytorch_accel_lite.base.arguments import check_dict
@@ -26,7 +25,7 @@ from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, seal
 from pytorch_accel_lite.checkpoint.disk.safetensors_files import write_sealed, write_tensors
 from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks
 from pytorch_accel_lite.checkpoint.models.frozen_weights import check_has_trainable, leave_out_frozen
-from pytorch_accel_lite.checkpoint.models.model_forms import MODEL_FORMS, WriteModel, find_writer, write_in_form
+from pytorch_accel_lite.checkpoint.models.model_forms import MODEL_FORMS, find_writer, write_in_form
 from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import (
     loss_state,
     names_beside_model,
@@ -156,14 +155,6 @@ def save_checkpoint(
     trainer.ranks.repeatable(attempt)
 
 
-def _split(location: Path | str) -> tuple[Path | str, str]:
-    """Return the folder and the name of a file on a disk or in a remote store."""
-    if isinstance(location, Path):
-        return location.parent, location.name
-    folder, _, name = location.rpartition("/")
-    return folder, name
-
-
 class SavedModel(NamedTuple):
     """A model in a directory that already has its weights.
 
@@ -208,14 +199,24 @@ def save_model(
     if card_data is not None:
         _check_card_data(card_data, None if is_directory else name_of(path))
 
-    def write_beside(folder: Path) -> None:
-        saved = SavedModel(folder, parse_location(name_of(path)), trainable_only, card_data or {})
-        for writer in COMPANION_WRITERS.values():
-            writer.write(trainer, saved)
+    def attempt() -> None:
+        location = parse_location(path) if isinstance(path, (str, os.PathLike)) else path
+        writes = trainer.accelerator.is_main_process
+        model = _check_model(trainer, "save_model", "path", path, writes, trainable_only)
+        with _timed(trainer), evaluating_optimizers(trainer):
+            _warn_of_weights(trainer, "save_model")
+            weights = model_state(model, keep=writes)
+            _say_what_is_unsaved(trainer, name_of(path))
 
-    trainer.ranks.repeatable(
-        lambda: _attempt_to_save_model(trainer, path, trainable_only, write_beside if is_directory else None)
-    )
+            def write() -> None:
+                if is_directory and isinstance(location, (Path, str)):
+                    _write_directory(trainer, model, weights, location, trainable_only, card_data or {})
+                else:
+                    _write_file(model, weights, location, trainable_only)
+
+            trainer.ranks.run_together(write, only_first=True)
+
+    trainer.ranks.repeatable(attempt)
 
 
 def _warn_of_name_of_file(path: str) -> None:
@@ -239,65 +240,45 @@ def _check_card_data(card_data: Mapping[str, object], file: str | None) -> None:
         writer.check(card_data)
 
 
-def _attempt_to_save_model(
-    trainer: TrainerLike, path: PathOrFile, trainable_only: bool, write_beside: Callable[[Path], None] | None
-) -> None:
-    """Save the weights in a directory with further files, or as one file. Call it on every process.
-
-    Args:
-        write_beside: called on the first process with the directory, once the weights are in it; ``None`` for a file
-    """
-    location = parse_location(path) if isinstance(path, (str, os.PathLike)) else path
-    writes = trainer.accelerator.is_main_process
-    model = _check_model(trainer, "save_model", "path", path, writes, trainable_only)
-    with _timed(trainer), evaluating_optimizers(trainer):
-        _warn_of_weights(trainer, "save_model")
-        weights = model_state(model, keep=writes)
-        _say_what_is_unsaved(trainer, name_of(path))
-
-        def write() -> None:
-            has_form = write_beside is not None and not trainable_only
-            writer = find_writer(trainer, model) if has_form else None
-            left_out = {} if writer is not None else leave_out_frozen(model, weights, only_quantised=not trainable_only)
-            metadata = {LEFT_OUT: json.dumps(left_out)} if left_out else {}
-            if isinstance(location, (Path, str)):
-                _write_weights(weights, location, metadata, write_beside, writer)
-                if write_beside is not None and writer is None and isinstance(location, Path):
-                    for form in MODEL_FORMS.values():
-                        form.clear(location, model)
-            else:
-                write_sealed(weights, location, metadata)
-
-        trainer.ranks.run_together(write, only_first=True)
-
-
-def _write_weights(
-    weights: Mapping[str, torch.Tensor],
+def _write_directory(
+    trainer: TrainerLike,
+    model: nn.Module,
+    weights: StateDict,
     location: Path | str,
-    metadata: Mapping[str, str],
-    write_beside: Callable[[Path], None] | None,
-    writer: WriteModel | None,
+    trainable_only: bool,
+    card_data: Mapping[str, object],
 ) -> None:
-    """Write weights as a safetensors file, or into a directory with further files.
-
-    Args:
-        writer: writes the model in the form of its library; ``None`` for the weights alone
-    """
-    if write_beside is not None and isinstance(location, Path) and location.is_file():
+    """Write a model in the form of its library, or its weights alone, and companion files."""
+    writer = None if trainable_only else find_writer(trainer, model)
+    if isinstance(location, Path) and location.is_file():
         raise ValueError(
             f"path={os.fspath(location)!r} is a file, but should be a directory for a model and its card. Pass another "
             "path, or move the file."
         )
-    folder, name = (location, WEIGHTS) if write_beside is not None else _split(location)
-    with open_folder(folder) as directory:
-        if writer is not None:
-            write_in_form(writer, weights, directory)
+    with open_folder(location) as folder:
+        if writer is None:
+            _write_file(model, weights, folder / WEIGHTS, trainable_only)
         else:
-            with replacing(directory / name) as temporary:
-                write_tensors(weights, temporary, {**UNSEALED, **metadata})
-                seal(temporary)
-        if write_beside is not None:
-            write_beside(directory)
+            write_in_form(writer, weights, folder)
+        saved = SavedModel(folder, location, trainable_only, card_data)
+        for companion in COMPANION_WRITERS.values():
+            companion.write(trainer, saved)
+    if writer is None and isinstance(location, Path):
+        for form in MODEL_FORMS.values():
+            form.clear(location, model)
+
+
+def _write_file(model: nn.Module, weights: StateDict, location: Path | str | IO[bytes], trainable_only: bool) -> None:
+    """Write the weights that are to be saved as safetensors, to a path, a URL or an open file."""
+    left_out = leave_out_frozen(model, weights, only_quantised=not trainable_only)
+    metadata = {LEFT_OUT: json.dumps(left_out)} if left_out else {}
+    if not isinstance(location, (Path, str)):
+        write_sealed(weights, location, metadata)
+        return
+    folder = location.parent if isinstance(location, Path) else location.rpartition("/")[0]
+    with open_folder(folder) as directory, replacing(directory / os.path.basename(location)) as temporary:
+        write_tensors(weights, temporary, {**UNSEALED, **metadata})
+        seal(temporary)
 
 
 def _say_what_is_unsaved(trainer: TrainerLike, name: str) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import NamedTuple, Protocol, TypeGuard, TypeVar
+from typing import NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -15,7 +15,12 @@ from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.base.types import HasStateDict
-from pytorch_accel_lite.optimizers.optimizer_parts import SchedulerLike, is_created, optimized_parameters
+from pytorch_accel_lite.optimizers.optimizer_parts import (
+    TrainerOptimizer,
+    is_created,
+    optimized_parameters,
+    single_optimizers,
+)
 from pytorch_accel_lite.optimizers.optimizer_steps import set_mode
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import TrainerLike
@@ -25,40 +30,27 @@ T = TypeVar("T")
 _SAVED_SEPARATELY = ("model", "optimizer", "scheduler", "registered_objects")
 
 
-class AttachedScheduler(SchedulerLike, Protocol):
-    """A scheduler with an attribute for the optimizer that it changes."""
-
-    optimizer: Optimizer
-
-
-class ObjectsInAttributes(NamedTuple):
-    """What ``other_modules()``, ``other_optimizers()`` and ``other_schedulers()`` return."""
-
-    modules: dict[str, nn.Module]
-    optimizers: dict[str, Optimizer]
-    schedulers: dict[str, AttachedScheduler]
-
-
-def find_objects(trainer: TrainerLike) -> ObjectsInAttributes:
-    """Return the modules, the optimizers and the schedulers that are attributes."""
-    return ObjectsInAttributes(other_modules(trainer), other_optimizers(trainer), other_schedulers(trainer))
-
-
 def other_modules(trainer: TrainerLike) -> dict[str, nn.Module]:
     """Return the modules that are attributes, by name, including the loss function but not the model."""
     return instances_in(trainer, nn.Module)
 
 
 def other_optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
-    """Return the optimizers that are attributes, by name, except the trainer's ``optimizer``."""
-    groups = getattr(trainer.optimizer, "param_groups", None)  # Accelerate's wrapper has the same groups
+    """Return the optimizers that are attributes, by name, except the trainer's ``optimizer`` and its parts."""
+    own = _lists_of_groups(trainer.optimizer)
     attributes = instances_in(trainer, Optimizer)
-    return {name: optimizer for name, optimizer in attributes.items() if optimizer.param_groups is not groups}
+    return {name: optimizer for name, optimizer in attributes.items() if not _lists_of_groups(optimizer) <= own}
 
 
-def other_schedulers(trainer: TrainerLike) -> dict[str, AttachedScheduler]:
-    """Return the schedulers that are attributes, by name, except the trainer's ``scheduler``."""
-    return _find(trainer, is_scheduler)
+def _lists_of_groups(optimizer: TrainerOptimizer) -> set[int]:
+    """Return the ids of the lists of parameter groups of an optimizer's parts, which Accelerate's wrappers keep."""
+    return {id(part.param_groups) for part in single_optimizers(optimizer).values()} if is_created(optimizer) else set()
+
+
+def all_optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
+    """Return the trainer's ``optimizer``, if it is created, and the optimizers that are attributes, by name."""
+    own = {"optimizer": trainer.optimizer} if is_created(trainer.optimizer) else {}
+    return own | other_optimizers(trainer)
 
 
 def all_registered_objects(trainer: TrainerLike) -> dict[str, HasStateDict]:
@@ -103,7 +95,7 @@ def _find(trainer: TrainerLike, is_wanted: Callable[[object], TypeGuard[T]]) -> 
     return result
 
 
-def is_scheduler(value: object) -> TypeGuard[AttachedScheduler]:
+def _is_scheduler(value: object) -> TypeGuard[HasStateDict]:
     """Whether a value is a scheduler."""
     if isinstance(value, (nn.Module, Optimizer)):
         return False
@@ -112,13 +104,10 @@ def is_scheduler(value: object) -> TypeGuard[AttachedScheduler]:
 
 def all_optimized_parameters(trainer: TrainerLike) -> list[nn.Parameter]:
     """Return the parameters of the trainer's optimizer, which may not exist yet, and of optimizers in attributes."""
-    if is_created(trainer.optimizer):
-        optimized = optimized_parameters(trainer.optimizer)
-    elif trainer.optimizer is None:
-        optimized = []
-    else:
-        optimized = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    return [*optimized, *chain.from_iterable(map(optimized_parameters, other_optimizers(trainer).values()))]
+    created = [*chain.from_iterable(map(optimized_parameters, all_optimizers(trainer).values()))]
+    if trainer.optimizer is None or is_created(trainer.optimizer):
+        return created
+    return [*(parameter for parameter in trainer.model.parameters() if parameter.requires_grad), *created]
 
 
 def parameters_not_in_model(model: torch.nn.Module, optimizer: Optimizer) -> list[torch.nn.Parameter]:
@@ -193,8 +182,7 @@ def trained_objects(trainer: TrainerLike) -> dict[str, HasStateDict]:
     Excludes attributes that are always saved: the model, the loss function and their parts, the optimizer, registered
     objects.
     """
-    trained = _trained(trainer, find_objects(trainer)) if trainer.saves_attributes else {}
-    return _without_unsaved(trainer, trained)
+    return _without_unsaved(trainer, _trained(trainer)) if trainer.saves_attributes else {}
 
 
 def saved_optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
@@ -209,11 +197,11 @@ def _without_unsaved(trainer: TrainerLike, values: dict[str, T]) -> dict[str, T]
     return {name: value for name, value in values.items() if name.partition(".")[0] not in left_out}
 
 
-def _trained(trainer: TrainerLike, objects: ObjectsInAttributes) -> dict[str, HasStateDict]:
+def _trained(trainer: TrainerLike) -> dict[str, HasStateDict]:
     """Return the objects in attributes that are trained, in ``unsaved_attributes`` or not."""
-    modules, optimizers, schedulers = objects
-    others = [module for module in modules.values() if module is not trainer.loss_func]
-    if not others and not schedulers and not optimizers:  # the usual case, which is fast
+    modules = other_modules(trainer)
+    steppers: dict[str, HasStateDict] = {**other_optimizers(trainer), **_find(trainer, _is_scheduler)}
+    if not steppers and all(module is trainer.loss_func for module in modules.values()):  # usual, and fast
         return {}
     optimized = set(map(id, all_optimized_parameters(trainer)))
     saved = set(map(id, [*all_registered_objects(trainer).values(), trainer.loss_func, trainer.scheduler]))
@@ -224,8 +212,7 @@ def _trained(trainer: TrainerLike, objects: ObjectsInAttributes) -> dict[str, Ha
         if id(module) not in saved and parameters & optimized:
             attributes[name] = module
             seen |= parameters
-    attributes |= {name: value for name, value in optimizers.items() if id(value) not in saved}
-    return attributes | {name: value for name, value in schedulers.items() if id(value) not in saved}
+    return attributes | {name: value for name, value in steppers.items() if id(value) not in saved}
 
 
 def loose_parameters(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor]:
@@ -244,9 +231,8 @@ def find_saved_beside(trainer: TrainerLike) -> SavedBeside:
     trained: dict[str, HasStateDict] = {}
     loose: dict[str, nn.Module | torch.Tensor] = {}
     if trainer.saves_attributes:
-        objects = find_objects(trainer)
-        trained = _trained(trainer, objects)
-        places = _places(trainer, [*trained.values(), *registered.values()], objects.optimizers)
+        trained = _trained(trainer)
+        places = _places(trainer, [*trained.values(), *registered.values()])
         loose = _owners(trainer, places) if places else {}
     return SavedBeside(_without_unsaved(trainer, trained), _without_unsaved(trainer, loose), registered)
 
@@ -265,17 +251,13 @@ def _owners(trainer: TrainerLike, places: dict[str, torch.Tensor]) -> dict[str, 
     return found
 
 
-def _places(
-    trainer: TrainerLike, others: list[HasStateDict], optimizers: dict[str, Optimizer]
-) -> dict[str, torch.Tensor]:
+def _places(trainer: TrainerLike, others: list[HasStateDict]) -> dict[str, torch.Tensor]:
     """Return the optimized parameters outside the model and other saved objects, by their place in an optimizer."""
-    groups = {} if not is_created(trainer.optimizer) else {"optimizer": trainer.optimizer}
-    groups |= optimizers
     saved = [trainer.model, trainer.loss_func, *others]
     named = {id(parameter) for owner in saved for parameter in _parameters_in(owner)}
     return {
         f"{name}[{number}][{index}]": parameter
-        for name, optimizer in groups.items()
+        for name, optimizer in all_optimizers(trainer).items()
         for number, group in enumerate(optimizer.param_groups)
         for index, parameter in enumerate(group["params"])
         if id(parameter) not in named
@@ -348,11 +330,7 @@ def learned_by_loss(trainer: TrainerLike) -> dict[str, torch.Tensor]:
         return {}
     model = trainer.get_model()
     torch_losses = [module for module in loss_func.modules() if type(module).__module__ == nn.modules.loss.__name__]
-    others = [
-        *model.parameters(),
-        *model.buffers(),
-        *(buffer for module in torch_losses for buffer in module.buffers()),
-    ]
+    others = chain(model.parameters(), model.buffers(), *(module.buffers() for module in torch_losses))
     excluded = set(map(id, others))
     return {
         name: value

@@ -397,6 +397,34 @@ def test_registered_objects_are_not_saved_twice(tmp_path):
     assert list(shared["objects"]) == ["critic", "steps"]
 
 
+class TwoOptimizers(Trainer):
+    """Holds the parts of its optimizer in an attribute, or others, whose states are saved as those of parts were."""
+
+    def __init__(self, are_parts: bool = True) -> None:
+        model = nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 1)).double()
+        optimizers, others = (
+            {name: torch.optim.Adam(layer.parameters()) for name, layer in zip(("first", "last"), model, strict=True)}
+            for _ in range(2)
+        )
+        self.held = optimizers if are_parts else others
+        super().__init__(model, nn.MSELoss(), optimizers, callbacks=[], seed=0)
+
+
+def test_optimizers_that_are_attributes_too_are_saved_once(tmp_path, recwarn):
+    trainer, apart, resumed = TwoOptimizers(), TwoOptimizers(are_parts=False), TwoOptimizers()
+    trainer.train(DATA, 1)
+    trainer.save_training_state(tmp_path / "state")
+    trainer.save_checkpoint(tmp_path / "checkpoint.pt")
+    assert not torch.load(tmp_path / "state" / "trainer.pt")["attributes"]
+    assert "attribute_state_dicts" not in torch.load(tmp_path / "checkpoint.pt")
+    resumed.load_training_state(tmp_path / "state")
+    assert same_bits(resumed.held["first"].state_dict(), trainer.held["first"].state_dict())
+    apart.train(DATA, 1)
+    apart.save_training_state(tmp_path / "apart")
+    resumed.load_training_state(tmp_path / "apart")
+    assert not recwarn.list
+
+
 def test_missing_and_mismatched_attributes_are_named(tmp_path):
     trainer = Adversarial()
     trainer.save_training_state(tmp_path / "state")

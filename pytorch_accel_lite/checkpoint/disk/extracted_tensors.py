@@ -62,13 +62,12 @@ def extract_tensors(state: Tree, sharded: dict[str, DTensor], large: dict[str, t
 
 
 def restore_tensors(
-    state: Tree, stored: Mapping[str, OpenTensor], find_like: Callable[[Keys], torch.Tensor | None] = lambda keys: None
+    state: Tree, stored: Mapping[str, OpenTensor], find_like: Callable[[Keys], torch.Tensor | None]
 ) -> Tree:
     """Return the state that was passed to ``extract_tensors()``.
 
     Args:
-        find_like: returns, for a path of keys, a tensor whose sharding to use, if any; by default, tensors are not
-            sharded
+        find_like: returns, for a path of keys, a tensor whose sharding to use, if any
     """
 
     def restore(path: Keys, value: Tree) -> Tree:

@@ -22,7 +22,13 @@ from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_steps import load_state_of
 from pytorch_accel_lite.optimizers.scheduled_options import note_options, noted_options
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trained_objects import learned_by_loss, loose_parameters, other_modules, trained_objects
+from pytorch_accel_lite.run.trained_objects import (
+    instances_in,
+    learned_by_loss,
+    loose_parameters,
+    other_modules,
+    trained_objects,
+)
 
 #: An object that is saved with a trainer. The state of a tensor is the tensor itself.
 Owner: TypeAlias = HasStateDict | torch.Tensor
@@ -115,12 +121,10 @@ def undone_on_error(trainer: TrainerLike, optimizers: bool, schedulers: bool) ->
     Loading replaces their tensors, so nothing is copied. What else is loaded in the block comes last, once it fits.
     """
     main = [trainer.optimizer if optimizers else None, trainer.scheduler if schedulers else None]
-    attributes = _included(trainer, optimizers, schedulers) if trainer.saves_attributes else {}
-    owners = [owner for owner in (*main, *attributes.values()) if not isinstance(owner, (nn.Module, torch.Tensor))]
     before = [
         (owner, owner.state_dict(), noted_options(owner) if is_created(owner) else None)
-        for owner in owners
-        if owner is not None
+        for owner in (*main, *_included(trainer, optimizers, schedulers).values())
+        if owner is not None and not isinstance(owner, (nn.Module, torch.Tensor))
     ]
     try:
         yield
@@ -132,14 +136,6 @@ def undone_on_error(trainer: TrainerLike, optimizers: bool, schedulers: bool) ->
         raise
 
 
-def load_trained_object_states(
-    trainer: TrainerLike, states: Mapping[str, Tree], source: StrPath, is_final: bool = False
-) -> None:
-    """Restore the attributes from their states, as ``fit_trained_object_states()`` describes."""
-    for load in fit_trained_object_states(trainer, states, source, is_final=is_final):
-        load()
-
-
 def fit_trained_object_states(
     trainer: TrainerLike,
     states: Mapping[str, Tree],
@@ -148,7 +144,7 @@ def fit_trained_object_states(
     schedulers: bool = True,
     strict: bool = True,
     is_final: bool = False,
-) -> list[Callable[[], None]]:
+) -> list[Callable[[], object]]:
     """Return functions that restore the attributes from their states, without changing any.
 
     Args:
@@ -161,20 +157,22 @@ def fit_trained_object_states(
     Raises:
         ValueError: if weights do not fit; names the attribute
     """
-    loads: list[Callable[[], None]] = []
-    if trainer.saves_attributes:
-        included = _included(trainer, optimizers, schedulers)
-        included |= {name: module for name, module in other_modules(trainer).items() if name in states}
-        if not is_final:  # the starting events may still add groups to optimizers
-            included = {
-                name: owner for name, owner in included.items() if not lacks_groups(owner, states.get(name, {}))
-            }
-        weights_last = dict(sorted(included.items(), key=lambda item: isinstance(item[1], (nn.Module, torch.Tensor))))
+    if not trainer.saves_attributes:
+        return []
+    included = _included(trainer, optimizers, schedulers)
+    included |= {name: module for name, module in other_modules(trainer).items() if name in states}
+    if optimizers:  # earlier versions saved the parts of the trainer's optimizer that are attributes, too
+        parts = instances_in(trainer, torch.optim.Optimizer)
+        included |= {name: part for name, part in parts.items() if name in states}
+    if not is_final:  # the starting events may still add groups to optimizers
+        included = {name: owner for name, owner in included.items() if not lacks_groups(owner, states.get(name, {}))}
+    weights_last = dict(sorted(included.items(), key=lambda item: isinstance(item[1], (nn.Module, torch.Tensor))))
+    loads: list[Callable[[], object]] = []
 
-        def fit(name: str, owner: Owner, state: Tree) -> None:
-            loads.append(fit_state(name, owner, state, source, strict))
+    def fit(name: str, owner: Owner, state: Tree) -> None:
+        loads.append(_fit_state(name, owner, state, source, strict))
 
-        load_each("attribute", weights_last, states, fit, is_final)
+    load_each("attribute", weights_last, states, fit, is_final)
     return loads
 
 
@@ -184,10 +182,10 @@ def load_state(name: str, owner: Owner, state: Tree, source: StrPath) -> None:
     Raises:
         ValueError: if the state does not fit; names the object
     """
-    fit_state(name, owner, state, source)()
+    _fit_state(name, owner, state, source)()
 
 
-def fit_state(name: str, owner: Owner, state: Tree, source: StrPath, strict: bool = True) -> Callable[[], None]:
+def _fit_state(name: str, owner: Owner, state: Tree, source: StrPath, strict: bool = True) -> Callable[[], object]:
     """Return a function that loads the state of a module, an optimizer or a scheduler.
 
     Raises:
@@ -203,17 +201,12 @@ def fit_state(name: str, owner: Owner, state: Tree, source: StrPath, strict: boo
             load = partial(load_optimizer_state, owner, state)
         else:
             load = partial(owner.load_state_dict, state)
-
-    def load_naming_owner() -> None:
-        with _naming_owner(name, owner, source):
-            load()
-
-    return load_naming_owner
+    return _naming_owner(name, owner, source)(load)
 
 
 @contextmanager
 def _naming_owner(name: str, owner: Owner, source: StrPath) -> Iterator[None]:
-    """Name the object whose state does not fit in the errors of a block."""
+    """Name the object whose state does not fit in the errors of a block, or of a function that this decorates."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError) as error:

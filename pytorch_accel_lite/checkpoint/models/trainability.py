@@ -21,7 +21,7 @@ from pytorch_accel_lite.optimizers.optimizer_parts import (
     single_optimizers,
 )
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trained_objects import other_modules, other_optimizers
+from pytorch_accel_lite.run.trained_objects import all_optimizers, other_modules
 
 
 def trainability(trainer: TrainerLike) -> dict[str, dict[str, bool]]:
@@ -56,7 +56,7 @@ def _groups(trainer: TrainerLike) -> dict[str, dict[str, list[list[str | None]]]
             part: [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
             for part, optimizer in single_optimizers(owner).items()
         }
-        for name, owner in _optimizers(trainer).items()
+        for name, owner in all_optimizers(trainer).items()
     }
 
 
@@ -68,7 +68,7 @@ def lacks_groups(optimizer: TrainerOptimizer, state: StateDict) -> bool:
 def add_missing_groups(trainer: TrainerLike, saved: StateDict) -> None:
     """Add to the optimizers the groups that the saved run had added, if their parameters are known by name."""
     parameters = dict(_parameters(trainer))
-    for name, owner in _optimizers(trainer).items():
+    for name, owner in all_optimizers(trainer).items():
         for part, groups in saved.get("groups", {}).get(name, {}).items():
             optimizer = single_optimizers(owner).get(part)
             if optimizer is None:
@@ -102,7 +102,7 @@ def restore_trainability(trainer: TrainerLike, saved: StateDict) -> None:
 
 def capture_gradients(trainer: TrainerLike) -> StateDict:
     """Return by parameter the gradients that a method of the user has not cleared, so that a later update uses them."""
-    optimized = {id(p) for optimizer in _optimizers(trainer).values() for p in optimized_parameters(optimizer)}
+    optimized = {id(p) for optimizer in all_optimizers(trainer).values() for p in optimized_parameters(optimizer)}
     left = {name: p.grad for name, p in _parameters(trainer) if p.grad is not None and id(p) in optimized}
     return {name: grad for name, grad in left.items() if is_sharded_tensor(grad) or grad.norm() != 0}
 
@@ -145,8 +145,3 @@ def _roots(trainer: TrainerLike) -> dict[str, nn.Module]:
     """Return the modules that may be trained, by the prefix of the names of their parts: ``""`` for the model."""
     others = {f"trainer.{name}": module for name, module in other_modules(trainer).items()}
     return {"": trainer.get_model(keep_torch_compile=False), **others}
-
-
-def _optimizers(trainer: TrainerLike) -> dict[str, TrainerOptimizer]:
-    own = {"optimizer": trainer.optimizer} if is_created(trainer.optimizer) else {}
-    return own | other_optimizers(trainer)

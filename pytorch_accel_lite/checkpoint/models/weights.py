@@ -171,19 +171,18 @@ def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
     Raises:
         FileNotFoundError: if there are no such files, or if files in the index are missing
     """
-    is_single_file = (directory / WEIGHTS).is_file()
-    has_index = not is_single_file and (directory / _INDEX).is_file()
-    index, placed = _read_index(directory / _INDEX) if has_index else ({}, set[str]())
-    names = [WEIGHTS] if is_single_file else sorted(placed)
-    files = [directory / name for name in names] or sorted(directory.glob("*.safetensors"))
+    single = directory / WEIGHTS
+    if single.is_file():
+        return [single], open_tensors(single)[1]
+    index, names = _read_index(directory / _INDEX) if (directory / _INDEX).is_file() else ({}, set[str]())
+    files = [directory / name for name in sorted(names)] or sorted(directory.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(
             f"There is no checkpoint at {os.fspath(directory)!r}: it has no weights as safetensors."
         )
-    missing = [path.name for path in files if not path.is_file()]
-    if missing:
+    if missing := [path.name for path in files if not path.is_file()]:
         raise FileNotFoundError(f"{missing[0]} is missing in {os.fspath(directory)!r}, whose index names it.")
-    return files, open_tensors(files[0])[1] if is_single_file else index.get("metadata", {})
+    return files, index.get("metadata", {})
 
 
 def _read_index(path: Path) -> tuple[JsonObject, set[str]]:

@@ -26,6 +26,8 @@ T = TypeVar("T")
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 _FILE_CHECKSUM = "sha256"  # key of a file's checksum in states of format 1
+#: The counts of progress in states of every version. Newer versions may have more.
+_COUNTS = ("epoch", "epochs_completed", "step", "update", "samples_in_epoch", "samples")
 
 
 class DamagedStateError(ValueError):
@@ -132,10 +134,6 @@ def _is_count(value: object) -> bool:
 
 def _is_progress(value: object) -> bool:
     return isinstance(value, dict) and all(_is_count(value.get(name)) for name in _COUNTS)
-
-
-#: The counts of progress in states of every version. Newer versions may have more.
-_COUNTS = ("epoch", "epochs_completed", "step", "update", "samples_in_epoch", "samples")
 
 
 #: The checks of fields: of those that every state has, and of those that only newer states have.

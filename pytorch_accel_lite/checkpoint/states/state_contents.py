@@ -35,7 +35,6 @@ from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import (
     load_each,
     load_loss_state,
     load_state,
-    load_trained_object_states,
     loss_state,
     trained_object_states,
     undone_on_error,
@@ -92,33 +91,41 @@ def capture(
         TypeError: if a value cannot be stored without pickle; names the path to it
     """
     is_first = trainer.accelerator.is_main_process
+    run, division, history = trainer.current_run.training_run, trainer.division, trainer.run_history
     shared = _collect_shared(trainer, is_first, sharded) | {"extra": extra}
+    weights, left_out = _collect_weights(trainer, is_first, created, sharded)
+    shards = {f"{SHARD_OF_MODEL}{name}": value for name, value in weights.items() if is_sharded_tensor(value)}
+    full = {name: value for name, value in weights.items() if not is_sharded_tensor(value)}
+    tensors = {name: value for name, value in full.items() if fits_safetensors(value)}
+    large: dict[str, torch.Tensor] = {}
+
+    shared |= left_out | {"model_extra": {name: value for name, value in full.items() if name not in tensors}}
+    shared["user_attributes"], own = run.user_attributes.capture(trainer)
+    _add_entries(shared, run.training_step, run.training_step.state_dict())
+    _add_entries(shared, division, division.capture(trainer.ranks, run.loss_trackers, run.step_metrics))
+    shared = extract_tensors(storable(shared, "state"), shards, large)
+    shared["history"] = storable(pack_numbers(history.state_dict()), "state.history") if _is_saved(history) else None
+
+    local = storable(_collect_local(trainer) | {"user_attributes": own}, "state")
+    parts = local_parts(shards) if sharded else None
+    if not is_first:
+        return CapturedState(local, parts)
+    distinct, tied = untie(tensors)
+    metadata = _collect_metadata(trainer)
+    return CapturedState(local, parts, weights=distinct, tied=tied, tensors=large, shared=shared, metadata=metadata)
+
+
+def _collect_weights(
+    trainer: TrainerLike, is_first: bool, created: Mapping[str, int] | None, sharded: bool
+) -> tuple[StateDict, StateDict]:
+    """Return the weights, and the entries of the shared state on those that are left out."""
     model = trainer.get_model(keep_torch_compile=False)
     weights = without_compile(model.state_dict()) if sharded else model_state(model, is_first)
     if is_first or sharded:
         left_out = leave_out_frozen(model, weights, created, only_quantised=created is None)
         if left_out or created is not None:
-            shared |= {LEFT_OUT: left_out, "base": base_of(model)}
-    shards = {f"{SHARD_OF_MODEL}{name}": value for name, value in weights.items() if is_sharded_tensor(value)}
-    full = {name: value for name, value in weights.items() if not is_sharded_tensor(value)}
-    tensors = {name: value for name, value in full.items() if fits_safetensors(value)}
-    shared["model_extra"] = {name: value for name, value in full.items() if name not in tensors}
-    run = trainer.current_run.training_run
-    large: dict[str, torch.Tensor] = {}
-    shared["user_attributes"], own = run.user_attributes.capture(trainer)
-    _add_entries(shared, run.training_step, run.training_step.state_dict())
-    division = trainer.division
-    _add_entries(shared, division, division.capture(trainer.ranks, run.loss_trackers, run.step_metrics))
-    shared = extract_tensors(storable(shared, "state"), shards, large)
-    history = trainer.run_history
-    shared["history"] = storable(pack_numbers(history.state_dict()), "state.history") if _is_saved(history) else None
-    local = storable(_collect_local(trainer) | {"user_attributes": own}, "state")
-    parts = local_parts(shards) if sharded else None
-    if not is_first:
-        return CapturedState(local, parts)
-    weights, tied = untie(tensors)
-    metadata = _collect_metadata(trainer)
-    return CapturedState(local, parts, weights=weights, tied=tied, tensors=large, shared=shared, metadata=metadata)
+            return weights, {LEFT_OUT: left_out, "base": base_of(model)}
+    return weights, {}
 
 
 def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> StateDict:
@@ -219,8 +226,29 @@ def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None
                 )
 
 
-def _check_left_out(model: nn.Module, state: TrainingState, left_out: Mapping[str, int | None]) -> None:
+def _read_tensors_as_here(trainer: TrainerLike, model: nn.Module, state: TrainingState) -> None:
+    """Read the tensors in ``shared``, sharded like those of the trainer."""
+    current: dict[str, torch.Tensor] = without_compile(model.state_dict())
+    groups = getattr(trainer.optimizer, "param_groups", ())
+    optimized: dict[int, torch.Tensor] = dict(enumerate(parameter for group in groups for parameter in group["params"]))
+
+    def find_like(keys: Keys) -> torch.Tensor | None:
+        if keys[:2] == ("optimizer", "state"):
+            return optimized.get(keys[2])
+        return current.get(keys[-1])  # for averaged weights, for example
+
+    read_tensors(state, find_like)
+
+
+def _fit_weights(model: nn.Module, state: TrainingState) -> StateDict:
+    """Return the weights of a state for ``model.load_state_dict``, without loading them."""
+    read = read_weights(state, without_compile(model.state_dict()))
+    return fit_model_state(model, read, state.directory, left_out=state.shared.get(LEFT_OUT, {}))
+
+
+def _check_left_out(model: nn.Module, state: TrainingState) -> None:
     """Raise an error if the model's frozen weights are not those that the state has left out."""
+    left_out = state.shared.get(LEFT_OUT)
     if left_out and (others := describe_other_weights(model, left_out, state.directory)):
         before, now = state.shared.get("base", ""), base_of(model)
         base = f" The state began with {before!r}, this model with {now!r}." if before != now else ""
@@ -277,34 +305,26 @@ def restore_before_start(trainer: TrainerLike, state: TrainingState, with_schedu
     """
     _check_optimizer_classes(trainer, state)
     model = trainer.get_model(keep_torch_compile=False)
-    current: dict[str, torch.Tensor] = without_compile(model.state_dict())
-    groups = getattr(trainer.optimizer, "param_groups", ())
-    optimized: dict[int, torch.Tensor] = dict(enumerate(parameter for group in groups for parameter in group["params"]))
-
-    def find_like(keys: Keys) -> torch.Tensor | None:
-        if keys[:2] == ("optimizer", "state"):
-            return optimized.get(keys[2])
-        return current.get(keys[-1])  # for averaged weights, for example
-
-    read_tensors(state, find_like)
+    _read_tensors_as_here(trainer, model, state)
     shared = state.shared
-    left_out = shared.get(LEFT_OUT, {})
-    weights = fit_model_state(model, read_weights(state, current), state.directory, left_out=left_out)
-    _check_left_out(model, state, left_out)
+    weights = _fit_weights(model, state)
+    _check_left_out(model, state)
     loads_of_attributes = fit_trained_object_states(trainer, shared.get("attributes", {}), state.directory)
     with undone_on_error(trainer, optimizers=True, schedulers=with_scheduler):
         for name, owner in _updated_objects(trainer).items():
-            if shared[name] is not None and owner is not None and (with_scheduler or name != "scheduler"):
-                if name == "optimizer" and lacks_groups(owner, shared[name]):
-                    state.postponed.add(name)  # the starting events may add the missing groups
-                    continue
+            if owner is None or shared[name] is None or (name == "scheduler" and not with_scheduler):
+                continue
+            if name == "optimizer" and lacks_groups(owner, shared[name]):
+                state.postponed.add(name)  # the starting events may add the missing groups
+            else:
                 load_state(name, owner, shared[name], state.directory)
         for load in loads_of_attributes:
             load()
-    model.load_state_dict(weights, strict=not left_out)
+    model.load_state_dict(weights, strict=not shared.get(LEFT_OUT))
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
     _restore_user_attributes(trainer, state, is_final=False)
-    _restore_progress(trainer, state.metadata["progress"])
+    counts = state.metadata["progress"]  # of another version, they may be more or fewer
+    trainer.progress.load_state_dict({name: counts.get(name, 0) for name in vars(trainer.progress)})
     run = trainer.current_run
     run.epoch_phase = EpochPhase(state.metadata.get("epoch_phase", 0))
     _restore_history(trainer, shared)
@@ -323,15 +343,12 @@ def restore_again(trainer: TrainerLike, state: TrainingState, options: Options) 
     Args:
         options: the options of the optimizer's groups, such as rates, which hold
     """
-    shared, left_out = state.shared, state.shared.get(LEFT_OUT, {})
-    model = trainer.get_model(keep_torch_compile=False)
-    current: dict[str, torch.Tensor] = model.state_dict()
-    read = read_weights(state, without_compile(current))
-    weights = fit_model_state(model, read, state.directory, left_out=left_out)
+    shared, model = state.shared, trainer.get_model(keep_torch_compile=False)
+    weights, current = _fit_weights(model, state), model.state_dict()
     comparable = {name for name, value in weights.items() if _is_plain(value) and _is_plain(current[name])}
     changed = [name for name in sorted(comparable) if not _are_same(weights[name].to(current[name]), current[name])]
     if changed or len(comparable) < len(weights):
-        model.load_state_dict(weights, strict=not left_out)
+        model.load_state_dict(weights, strict=not shared.get(LEFT_OUT))
     if changed:
         trainer.print(
             f"The starting events have changed {listed(changed, 3)}. The run resumes with the weights of the state."
@@ -363,11 +380,6 @@ def _restore_user_attributes(trainer: TrainerLike, state: TrainingState, is_fina
     attributes.restore(trainer, saved, own, os.fspath(state.directory), is_final=is_final)
 
 
-def _restore_progress(trainer: TrainerLike, counts: Mapping[str, int]) -> None:
-    """Restore the counts of this version; a state of another one may have more, or lack some."""
-    trainer.progress.load_state_dict({name: counts.get(name, 0) for name in vars(trainer.progress)})
-
-
 def _restore_history(trainer: TrainerLike, shared: StateDict) -> None:
     """Restore the history and references to its values. Of a history that is not saved, restore only the epoch."""
     history = trainer.run_history
@@ -394,7 +406,8 @@ def restore_after_start(trainer: TrainerLike, state: TrainingState) -> None:
     add_missing_groups(trainer, trainability)
     for name in state.postponed:
         load_state(name, trainer.optimizer, state.shared[name], state.directory)
-    load_trained_object_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
+    for load in fit_trained_object_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True):
+        load()
     load_each("registered object", all_registered_objects(trainer), state.shared["objects"])
     load_each("callback", callbacks_with("load_state_dict", trainer.callback_handler), state.shared["callbacks"])
     _restore_user_attributes(trainer, state, is_final=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from itertools import takewhile
 
@@ -155,8 +156,10 @@ def _changed_data(trainer: TrainerLike, before: JsonObject, now: JsonObject) -> 
 
 
 def _merge_groups(texts: list[str]) -> list[str]:
-    """Merge texts that differ only in the number of the parameter group."""
-    return [*dict.fromkeys(re.sub(r"\.param_groups\[\d+\]", "", text) for text in texts)]
+    """Merge texts that differ only in the number of the parameter group. A text that stays alone keeps its number."""
+    merged = [re.sub(r"\.param_groups\[\d+\]", "", text) for text in texts]
+    counts = Counter(merged)
+    return [*dict.fromkeys(short if counts[short] > 1 else text for short, text in zip(merged, texts, strict=True))]
 
 
 def _message(restored: list[str], new: list[str], source: str) -> str:

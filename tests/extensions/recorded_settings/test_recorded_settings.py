@@ -352,3 +352,18 @@ def test_a_random_change_is_named_or_does_not_matter(tmp_path, capsys, monkeypat
         assert said(tmp_path / f"{number}", capsys, {setting: first}, {setting: then}), (setting, first, then)
         other = {} if setting in ("callbacks", "train") else draws.choice(DO_NOT_MATTER)
         assert said(tmp_path / f"{number}-same", capsys, {setting: first}, other) == "", (setting, first, other)
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [((2.0, 3.0), "optimizer.param_groups[1].lr=3.0 (not 2.0)."), ((3.0, 3.0), "optimizer.lr=3.0")],
+)
+def test_the_group_whose_options_were_loaded_is_named(tmp_path, capsys, rates, expected):
+    def create(*rates: float) -> Trainer:
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+        groups = [{"params": layer.parameters(), "lr": rate} for layer, rate in zip(model, rates, strict=True)]
+        return Trainer(model, nn.MSELoss(), torch.optim.SGD(groups), [], seed=0)
+
+    create(*rates).save_checkpoint(tmp_path / "checkpoint.pt")
+    create(2.0, 2.0).load_checkpoint(tmp_path / "checkpoint.pt")
+    assert f"has set options of the optimizer: {expected}" in capsys.readouterr().out
