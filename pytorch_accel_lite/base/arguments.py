@@ -215,8 +215,6 @@ def _called(cls: type, method: str) -> str:
 CONSTRUCTOR_ARGUMENTS = "_constructor_arguments"
 #: The attribute that holds the names of the attributes set by this package's constructors.
 LIBRARY_ATTRIBUTES = "_library_attributes"
-#: The attribute that shows that a constructor of this package has been called.
-IS_CONSTRUCTED = "_is_constructed"
 
 
 def remember_arguments(cls: type) -> None:
@@ -224,18 +222,17 @@ def remember_arguments(cls: type) -> None:
     constructor: Callable[..., None] = cls.__init__  # type: ignore[misc]
     if constructor is object.__init__ or getattr(constructor, "remembers_arguments", False):
         return
-    checks_booleans = is_from_this_package(cls)
+    is_ours = is_from_this_package(cls)
 
     @wraps(constructor)
     def remember(self: object, *args: object, **kwargs: object) -> None:
         __tracebackhide__ = True  # IPython and pytest hide this frame
         vars(self).setdefault(CONSTRUCTOR_ARGUMENTS, (args, kwargs))  # the constructor of the subclass comes first
         before = set(vars(self))
-        if checks_booleans:
-            vars(self)[IS_CONSTRUCTED] = True
+        if is_ours:
             check_booleans(constructor, (self, *args), kwargs)
         constructor(self, *args, **kwargs)
-        if is_from_this_package(cls) and not is_from_this_package(type(self)):
+        if is_ours and not is_from_this_package(type(self)):
             vars(self).setdefault(LIBRARY_ATTRIBUTES, set()).update(vars(self).keys() - before)
 
     remember.remembers_arguments = True  # type: ignore[attr-defined]

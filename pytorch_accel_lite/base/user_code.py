@@ -12,9 +12,10 @@ from types import CodeType
 
 #: The directories of Python and of installed packages.
 LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib"))
+#: The directory of this package.
+OWN_FILES = str(Path(__file__).parents[1]) + os.sep
 #: Files whose functions only wrap methods, to check their arguments. Each file adds itself.
 WRAPPERS = set[str]()
-_OWN_FILES = str(Path(__file__).parents[1]) + os.sep
 
 
 def is_in_this_package(module: object) -> bool:
@@ -40,7 +41,7 @@ def is_installed(code: CodeType) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_installed_file(path: str) -> bool:
-    return os.path.realpath(path).startswith((*LIBRARIES, _OWN_FILES)) or path.startswith("<frozen")
+    return os.path.realpath(path).startswith((*LIBRARIES, OWN_FILES)) or path.startswith("<frozen")
 
 
 def is_overridden(instance: object, method: str) -> bool:
