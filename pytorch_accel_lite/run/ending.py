@@ -195,7 +195,7 @@ class _Requested(NamedTuple):
 
     calls: int
     rank: int
-    kind: type[RunInterruptedError | RunPausedError | NonFiniteLossError | StopTrainingError]
+    kind: type[Exception]
     argument: int | str
     raised_by: str | None
 
@@ -208,8 +208,7 @@ class _Requested(NamedTuple):
 
     def recreate(self) -> Exception:
         """Return an error of the same class."""
-        create: Callable[[int | str], Exception] = self.kind
-        error = create(self.argument)
+        error = self.kind(self.argument)
         if isinstance(error, StopTrainingError):
             error.raised_by = self.raised_by
         return error
