@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import NamedTuple, TypeGuard, TypeVar
+from typing import NamedTuple, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,25 @@ T = TypeVar("T")
 _SAVED_SEPARATELY = ("model", "optimizer", "scheduler", "registered_objects")
 
 
+class AttachedScheduler(SchedulerLike, Protocol):
+    """A scheduler with an attribute for the optimizer that it changes."""
+
+    optimizer: Optimizer
+
+
+class ObjectsInAttributes(NamedTuple):
+    """What ``other_modules()``, ``other_optimizers()`` and ``other_schedulers()`` return."""
+
+    modules: dict[str, nn.Module]
+    optimizers: dict[str, Optimizer]
+    schedulers: dict[str, AttachedScheduler]
+
+
+def find_objects(trainer: TrainerLike) -> ObjectsInAttributes:
+    """Return the modules, the optimizers and the schedulers that are attributes."""
+    return ObjectsInAttributes(other_modules(trainer), other_optimizers(trainer), other_schedulers(trainer))
+
+
 def other_modules(trainer: TrainerLike) -> dict[str, nn.Module]:
     """Return the modules that are attributes, by name, including the loss function but not the model."""
     return instances_in(trainer, nn.Module)
@@ -35,6 +54,11 @@ def other_optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
     groups = getattr(trainer.optimizer, "param_groups", None)  # Accelerate's wrapper has the same groups
     attributes = instances_in(trainer, Optimizer)
     return {name: optimizer for name, optimizer in attributes.items() if optimizer.param_groups is not groups}
+
+
+def other_schedulers(trainer: TrainerLike) -> dict[str, AttachedScheduler]:
+    """Return the schedulers that are attributes, by name, except the trainer's ``scheduler``."""
+    return _find(trainer, is_scheduler)
 
 
 def all_registered_objects(trainer: TrainerLike) -> dict[str, HasStateDict]:
@@ -79,7 +103,7 @@ def _find(trainer: TrainerLike, is_wanted: Callable[[object], TypeGuard[T]]) -> 
     return result
 
 
-def _is_scheduler(value: object) -> TypeGuard[SchedulerLike]:
+def is_scheduler(value: object) -> TypeGuard[AttachedScheduler]:
     """Whether a value is a scheduler."""
     if isinstance(value, (nn.Module, Optimizer)):
         return False
@@ -168,7 +192,7 @@ def trained_objects(trainer: TrainerLike) -> dict[str, HasStateDict]:
     Excludes attributes that are always saved: the model, the loss function and their parts, the optimizer, registered
     objects.
     """
-    trained = _trained(trainer) if trainer.saves_attributes else {}
+    trained = _trained(trainer, find_objects(trainer)) if trainer.saves_attributes else {}
     return _without_unsaved(trainer, trained)
 
 
@@ -184,22 +208,23 @@ def _without_unsaved(trainer: TrainerLike, values: dict[str, T]) -> dict[str, T]
     return {name: value for name, value in values.items() if name.partition(".")[0] not in left_out}
 
 
-def _trained(trainer: TrainerLike) -> dict[str, HasStateDict]:
+def _trained(trainer: TrainerLike, objects: ObjectsInAttributes) -> dict[str, HasStateDict]:
     """Return the objects in attributes that are trained, in ``unsaved_attributes`` or not."""
-    modules = {name: module for name, module in other_modules(trainer).items() if module is not trainer.loss_func}
-    others: dict[str, HasStateDict] = {**other_optimizers(trainer), **_find(trainer, _is_scheduler)}
-    if not modules and not others:  # the usual case, which is fast
+    modules, optimizers, schedulers = objects
+    others = [module for module in modules.values() if module is not trainer.loss_func]
+    if not others and not schedulers and not optimizers:  # the usual case, which is fast
         return {}
     optimized = set(map(id, all_optimized_parameters(trainer)))
-    saved = set(map(id, [*all_registered_objects(trainer).values(), trainer.scheduler]))
-    seen = _ids(trainer.model) | _ids(trainer.loss_func)
-    trained: dict[str, HasStateDict] = {}
+    saved = set(map(id, [*all_registered_objects(trainer).values(), trainer.loss_func, trainer.scheduler]))
+    seen = {id(parameter) for module in (trainer.model, trainer.loss_func) for parameter in _parameters_in(module)}
+    attributes: dict[str, HasStateDict] = {}
     for name, module in modules.items():
-        parameters = _ids(module) - seen
+        parameters = set(map(id, _parameters_in(module))) - seen
         if id(module) not in saved and parameters & optimized:
-            trained[name] = module
+            attributes[name] = module
             seen |= parameters
-    return trained | {name: value for name, value in others.items() if id(value) not in saved}
+    attributes |= {name: value for name, value in optimizers.items() if id(value) not in saved}
+    return attributes | {name: value for name, value in schedulers.items() if id(value) not in saved}
 
 
 def loose_parameters(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor]:
@@ -218,8 +243,10 @@ def find_saved_beside(trainer: TrainerLike) -> SavedBeside:
     trained: dict[str, HasStateDict] = {}
     loose: dict[str, nn.Module | torch.Tensor] = {}
     if trainer.saves_attributes:
-        trained = _trained(trainer)
-        loose = _owners(trainer, _places(trainer, [*trained.values(), *registered.values()]))
+        objects = find_objects(trainer)
+        trained = _trained(trainer, objects)
+        places = _places(trainer, [*trained.values(), *registered.values()], objects.optimizers)
+        loose = _owners(trainer, places) if places else {}
     return SavedBeside(_without_unsaved(trainer, trained), _without_unsaved(trainer, loose), registered)
 
 
@@ -237,15 +264,17 @@ def _owners(trainer: TrainerLike, places: dict[str, torch.Tensor]) -> dict[str, 
     return found
 
 
-def _places(trainer: TrainerLike, others: list[HasStateDict]) -> dict[str, torch.Tensor]:
+def _places(
+    trainer: TrainerLike, others: list[HasStateDict], optimizers: dict[str, Optimizer]
+) -> dict[str, torch.Tensor]:
     """Return the optimized parameters outside the model and other saved objects, by their place in an optimizer."""
-    optimizers = {"optimizer": trainer.optimizer, **other_optimizers(trainer)}
+    groups = {} if not is_created(trainer.optimizer) else {"optimizer": trainer.optimizer}
+    groups |= optimizers
     saved = [trainer.model, trainer.loss_func, *others]
     named = {id(parameter) for owner in saved for parameter in _parameters_in(owner)}
     return {
         f"{name}[{number}][{index}]": parameter
-        for name, optimizer in optimizers.items()
-        if is_created(optimizer)
+        for name, optimizer in groups.items()
         for number, group in enumerate(optimizer.param_groups)
         for index, parameter in enumerate(group["params"])
         if id(parameter) not in named
@@ -318,8 +347,12 @@ def learned_by_loss(trainer: TrainerLike) -> dict[str, torch.Tensor]:
         return {}
     model = trainer.get_model()
     torch_losses = [module for module in loss_func.modules() if type(module).__module__ == nn.modules.loss.__name__]
-    constants = [buffer for module in torch_losses for buffer in module.buffers()]
-    excluded = set(map(id, [*model.parameters(), *model.buffers(), *constants]))
+    others = [
+        *model.parameters(),
+        *model.buffers(),
+        *(buffer for module in torch_losses for buffer in module.buffers()),
+    ]
+    excluded = set(map(id, others))
     return {
         name: value
         for name, value in loss_func.state_dict(keep_vars=True).items()
