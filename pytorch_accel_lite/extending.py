@@ -49,6 +49,7 @@ from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.history import HISTORY_TABLE, PLOTS
 from pytorch_accel_lite.run.latest_records import LoadedWeights
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
+from pytorch_accel_lite.run.notes_and_checks_seam import ERROR_NOTES, MEMORY_ADVICE, RUN_CHECKS, RunChecks
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import (
     SHARDING,
@@ -61,7 +62,6 @@ from pytorch_accel_lite.run.run import (
     UserAttributes,
 )
 from pytorch_accel_lite.run.run_data import SKIPPED, SkippedBatches, SkippedStep
-from pytorch_accel_lite.run.run_seams import ERROR_NOTES, MEMORY_ADVICE, RUN_CHECKS, RunChecks
 from pytorch_accel_lite.run.step_division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.run.watched_metric import WatchedMetric

@@ -120,8 +120,7 @@ def _booleans_of(function: Callable[..., object]) -> tuple[inspect.Signature, di
     """Return the signature of a function and, for each bool argument, whether it may be ``None``."""
     signature = inspect.signature(function)
     kinds = {"bool": False, "bool | None": True}  # annotations are strings here
-    declared = {parameter.name: parameter.annotation for parameter in signature.parameters.values()}
-    return signature, {name: kinds[kind] for name, kind in declared.items() if kind in kinds}
+    return signature, {name: kinds[p.annotation] for name, p in signature.parameters.items() if p.annotation in kinds}
 
 
 def refuse_class(name: str, value: object) -> None:
@@ -153,17 +152,15 @@ def checked_calls(*methods: str) -> Callable[[C], C]:
 
 
 def _checked(method: Callable[..., T], cls: type) -> Callable[..., T]:
-    names = _arguments_of(cls, method)
+    names = {*_arguments_of(cls, method)}
+    function = _called(cls, method.__name__)
 
     @wraps(method)
     def call(self: object, *args: object, **kwargs: object) -> T:
         __tracebackhide__ = True  # IPython and pytest hide this frame
-        if not kwargs.keys() <= set(names):
-            function = _called(cls, method.__name__)
-            answers = {word: _answer(cls, method, word, kwargs[word]) for word in sorted(kwargs.keys() - set(names))}
-            raise TypeError(
-                " ".join(f"{function} has no argument {word!r}: {answer}" for word, answer in answers.items())
-            )
+        if unknown := sorted(kwargs.keys() - names):
+            answers = {word: _answer(cls, method, word, kwargs[word]) for word in unknown}
+            raise TypeError(" ".join(f"{function} has no argument {word!r}: {answers[word]}" for word in unknown))
         if method.__name__ != "__init__" and "current_run" not in vars(self):
             raise RuntimeError(
                 f"{type(self).__name__}.__init__ does not call super().__init__(model, loss_func, optimizer)."
@@ -215,8 +212,6 @@ def _called(cls: type, method: str) -> str:
 CONSTRUCTOR_ARGUMENTS = "_constructor_arguments"
 #: The attribute that holds the names of the attributes set by this package's constructors.
 LIBRARY_ATTRIBUTES = "_library_attributes"
-#: The attribute that shows that a constructor of this package has been called.
-IS_CONSTRUCTED = "_is_constructed"
 
 
 def remember_arguments(cls: type) -> None:
@@ -224,18 +219,17 @@ def remember_arguments(cls: type) -> None:
     constructor: Callable[..., None] = cls.__init__  # type: ignore[misc]
     if constructor is object.__init__ or getattr(constructor, "remembers_arguments", False):
         return
-    checks_booleans = is_from_this_package(cls)
+    is_ours = is_from_this_package(cls)
 
     @wraps(constructor)
     def remember(self: object, *args: object, **kwargs: object) -> None:
         __tracebackhide__ = True  # IPython and pytest hide this frame
         vars(self).setdefault(CONSTRUCTOR_ARGUMENTS, (args, kwargs))  # the constructor of the subclass comes first
         before = set(vars(self))
-        if checks_booleans:
-            vars(self)[IS_CONSTRUCTED] = True
+        if is_ours:
             check_booleans(constructor, (self, *args), kwargs)
         constructor(self, *args, **kwargs)
-        if is_from_this_package(cls) and not is_from_this_package(type(self)):
+        if is_ours and not is_from_this_package(type(self)):
             vars(self).setdefault(LIBRARY_ATTRIBUTES, set()).update(vars(self).keys() - before)
 
     remember.remembers_arguments = True  # type: ignore[attr-defined]

@@ -163,7 +163,7 @@ def tensor_parallel_size(accelerator: Accelerator) -> int:
 #: Kinds of jobs in which Accelerate only adds bookkeeping to an optimizer, so the user's optimizer is stepped directly.
 PLAIN_JOBS = {kind for kind in DistributedType if kind.name == "NO" or kind.name.startswith("MULTI_")}
 #: Kinds of jobs in which Accelerate shards the weights, or what trains them.
-SHARDED_JOBS = {kind for kind in DistributedType if kind.name in ("FSDP", "DEEPSPEED", "MEGATRON_LM")}
+SHARDED_JOBS = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}
 
 
 def is_sharded(accelerator: Accelerator, model: nn.Module) -> bool:

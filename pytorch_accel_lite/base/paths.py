@@ -77,11 +77,9 @@ def local_path(argument: str, path: StrPath, what: str = "what is written there"
     for part in location.parts:
         if len(os.fsencode(part)) > _LONGEST_NAME:
             raise ValueError(f"{argument}={os.fspath(path)!r} has a name of more than {_LONGEST_NAME} bytes.")
-    for parent in location.parents:
-        if os.path.lexists(parent):
-            if not parent.is_dir():
-                raise ValueError(f"{argument}={os.fspath(path)!r} lies below {str(parent)!r}, which is not a folder.")
-            break
+    parent = next(filter(os.path.lexists, location.parents), None)
+    if parent is not None and not parent.is_dir():
+        raise ValueError(f"{argument}={os.fspath(path)!r} lies below {str(parent)!r}, which is not a folder.")
     return location
 
 

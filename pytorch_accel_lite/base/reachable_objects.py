@@ -111,7 +111,7 @@ def _used_by(function: FunctionType) -> Iterator[object]:
     yield function.__defaults__ or ()
     yield function.__kwdefaults__ or {}
     yield function.__dict__
-    if not is_installed(function.__code__):
+    if not is_installed(function.__code__.co_filename):
         names = {name for code in codes_in(function.__code__) for name in code.co_names}
         yield from (function.__globals__[name] for name in sorted(names & function.__globals__.keys()))
 

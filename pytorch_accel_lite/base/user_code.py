@@ -8,13 +8,13 @@ import sysconfig
 import traceback
 from functools import lru_cache
 from pathlib import Path
-from types import CodeType
 
 #: The directories of Python and of installed packages.
 LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib"))
+#: The directory of this package.
+OWN_FILES = str(Path(__file__).parents[1]) + os.sep
 #: Files whose functions only wrap methods, to check their arguments. Each file adds itself.
 WRAPPERS = set[str]()
-_OWN_FILES = str(Path(__file__).parents[1]) + os.sep
 
 
 def is_in_this_package(module: object) -> bool:
@@ -33,14 +33,10 @@ def is_of_library(module: object) -> bool:
     return is_in_this_package(module) or (file is not None and os.path.realpath(file).startswith(LIBRARIES))
 
 
-def is_installed(code: CodeType) -> bool:
-    """Whether code belongs to Python, to an installed package or to this package, rather than to the user's program."""
-    return _is_installed_file(code.co_filename)
-
-
 @lru_cache(maxsize=4096)
-def _is_installed_file(path: str) -> bool:
-    return os.path.realpath(path).startswith((*LIBRARIES, _OWN_FILES)) or path.startswith("<frozen")
+def is_installed(path: str) -> bool:
+    """Whether a file belongs to Python, an installed package or this package, rather than to the user's program."""
+    return os.path.realpath(path).startswith((*LIBRARIES, OWN_FILES)) or path.startswith("<frozen")
 
 
 def is_overridden(instance: object, method: str) -> bool:

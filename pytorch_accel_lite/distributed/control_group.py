@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Callable, Sequence
 from inspect import currentframe
@@ -13,6 +12,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
+from pytorch_accel_lite.base.user_code import OWN_FILES
 from pytorch_accel_lite.distributed.message_encoding import decode, encode
 from pytorch_accel_lite.distributed.stack_frames import MACHINERY, describe_call
 
@@ -20,7 +20,6 @@ MACHINERY.add(__file__)
 #: The most numbers of a process in an exchange. Every exchange has this size: gloo ends processes whose sizes differ.
 CAPACITY = 14
 _EXPLANATION = -1  # the purpose of exchanges in which processes tell each other where they are
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class OtherCallError(RuntimeError):
@@ -54,12 +53,8 @@ class ControlGroup:
             numbers: at most ``CAPACITY`` numbers of type int64, equally many on each process
             purpose: the purpose, see ``find_purpose()``
         """
-        sent = torch.zeros(2 + CAPACITY, dtype=torch.int64)
-        sent[0] = tag = purpose * 16 + len(numbers)
-        sent[2 : 2 + len(numbers)] = numbers
-        received = torch.empty(len(self.members), 2 + CAPACITY, dtype=torch.int64)
-        work = dist.all_gather([*received], sent, group=self.group, async_op=True)
-        self._begun += 1
+        tag = purpose * 16 + len(numbers)
+        received, work = self._send(tag, numbers)
         number = self._begun
 
         def finish() -> torch.Tensor:
@@ -70,16 +65,26 @@ class ControlGroup:
 
         return finish
 
+    def _send(self, tag: int, numbers: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+        """Start an exchange. Return the rows for what the processes send, and what waits until they are filled."""
+        sent = torch.zeros(2 + CAPACITY, dtype=torch.int64)
+        sent[0] = tag
+        sent[2 : 2 + len(numbers)] = numbers
+        received = torch.empty(len(self.members), 2 + CAPACITY, dtype=torch.int64)
+        work = dist.all_gather([*received], sent, group=self.group, async_op=True)
+        self._begun += 1
+        return received, work
+
     def _explain(self, number: int) -> NoReturn:
         """Raise an error that says in which call each process is. All processes get here.
 
         Some processes get here later, because they wait for an earlier exchange or have already begun others.
         """
         if number > self._explained:
-            while not self._all_explain():
+            while (self._exchange(_EXPLANATION) != _EXPLANATION).any():
                 pass
             self._explained = self._begun
-            calls = self._gather(describe_call(_own_stack()) + self.circumstances)
+            calls = self._gather(describe_call(traceback.extract_stack()) + self.circumstances)
             self._failure = "".join(f"\n  rank {rank}: {call}" for rank, call in zip(self.members, calls, strict=True))
         of_updates = " Where a process has nothing to learn from, pass a loss of zero to update(): 0 * loss."
         raise OtherCallError(
@@ -88,20 +93,14 @@ class ControlGroup:
             f"{of_updates if ': in update()' in self._failure else ''}"
         )
 
-    def _all_explain(self) -> bool:
-        return (self._exchange(torch.tensor([_EXPLANATION]))[:, 0] == _EXPLANATION).all().item() is True
-
-    def _exchange(self, numbers: torch.Tensor) -> torch.Tensor:
-        sent = torch.zeros(2 + CAPACITY, dtype=torch.int64)
-        sent[: len(numbers)] = numbers
-        received = torch.empty(len(self.members), 2 + CAPACITY, dtype=torch.int64)
-        dist.all_gather([*received], sent, group=self.group)
-        self._begun += 1
-        return received
+    def _exchange(self, tag: int) -> torch.Tensor:
+        received, work = self._send(tag, torch.empty(0))
+        work.wait()
+        return received[:, 0]
 
     def _gather(self, text: str) -> list[str]:
         encoded = encode(text)
-        longest = int(self._exchange(torch.tensor([len(encoded)]))[:, 0].max())
+        longest = int(self._exchange(len(encoded)).max())
         padded = torch.cat([encoded, encoded.new_zeros(longest - len(encoded))])
         received = [torch.empty_like(padded) for _ in self.members]
         dist.all_gather(received, padded, group=self.group)
@@ -124,10 +123,6 @@ def find_purpose() -> int:
     key = method.f_code, caller.f_code
     if key not in _purposes:
         name = caller.f_code.co_filename
-        place = f"{name.removeprefix(_PACKAGE)} {caller.f_code.co_qualname}" if name.startswith(_PACKAGE) else ""
+        place = f"{name.removeprefix(OWN_FILES)} {caller.f_code.co_qualname}" if name.startswith(OWN_FILES) else ""
         _purposes[key] = crc32(f"{method.f_code.co_name} {place}".encode())
     return _purposes[key]
-
-
-def _own_stack() -> list[traceback.FrameSummary]:
-    return list(traceback.extract_stack(currentframe()))

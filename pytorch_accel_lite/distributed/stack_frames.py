@@ -6,9 +6,8 @@ import os
 import traceback
 from collections.abc import Sequence
 
-from pytorch_accel_lite.base.user_code import LIBRARIES, WRAPPERS
+from pytorch_accel_lite.base.user_code import LIBRARIES, OWN_FILES, WRAPPERS
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 #: Files whose functions carry out collectives for other code. Each file adds itself, also in extensions.
 MACHINERY = set[str]()
 #: Files whose functions are called at the end of a program. Each file adds itself.
@@ -25,7 +24,7 @@ def innermost_function(stack: Stack) -> str:
     stack = [frame for frame in stack if frame.filename not in MACHINERY]
     if not stack:
         return "its thread has ended"
-    ours = [index for index, frame in enumerate(stack) if frame.filename.startswith(_PACKAGE)]
+    ours = [index for index, frame in enumerate(stack) if frame.filename.startswith(OWN_FILES)]
     callers = [frame for frame in stack[ours[0] :] if not is_library_frame(frame)] if ours else []
     called_by = f", called by {describe_frame(callers[-1])}" if callers and is_library_frame(stack[-1]) else ""
     return f"in {describe_frame(stack[-1])}{called_by}"
@@ -43,7 +42,7 @@ def describe_call(stack: Stack) -> str:
         return innermost_function(stack)
     caller, called, *inner = (frame for frame in stack[users[-1] :] if frame.filename not in WRAPPERS)
     inner = [frame for frame in inner if frame.filename not in MACHINERY]
-    ours = [frame for frame in inner if frame.filename.startswith(_PACKAGE)]
+    ours = [frame for frame in inner if frame.filename.startswith(OWN_FILES)]
     backward = "in the backward pass, " * is_in_backward(stack)
     place = f" ({backward}{describe_frame((ours or inner)[-1])})" if inner else ""
     return f"in {called.name}(), called by {describe_frame(caller)}{place}"
@@ -57,7 +56,7 @@ def describe_frame(frame: traceback.FrameSummary) -> str:
 def is_library_frame(frame: traceback.FrameSummary) -> bool:
     """Whether a frame belongs to this package or an installed one, rather than to the user's code."""
     name = frame.filename
-    return name.startswith((_PACKAGE, "<")) or os.path.realpath(name).startswith(LIBRARIES)
+    return name.startswith((OWN_FILES, "<")) or os.path.realpath(name).startswith(LIBRARIES)
 
 
 def is_in_backward(stack: Stack) -> bool:

@@ -13,9 +13,9 @@ from pytorch_accel_lite.loop.model_setup import prepare_model, release_model
 from pytorch_accel_lite.loop.scheduling import create_from_options
 from pytorch_accel_lite.loop.snapshot import leaving_no_trace, preserving_attributes, replaced
 from pytorch_accel_lite.loop.training import loss_of, run_step
+from pytorch_accel_lite.run.notes_and_checks_seam import add_error_notes, adding_error_notes
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.run_data import DataArguments
-from pytorch_accel_lite.run.run_seams import add_error_notes, adding_error_notes
 from pytorch_accel_lite.run.scheduler_steps import step_after_update
 from pytorch_accel_lite.steps.step_choice import create_step
 

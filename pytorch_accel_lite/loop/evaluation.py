@@ -31,11 +31,11 @@ from pytorch_accel_lite.run.ending import StopTrainingError
 from pytorch_accel_lite.run.history import MetricValue, RunHistory, count_values, counts_before_growth
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.latest_records import EvaluationRecord
+from pytorch_accel_lite.run.notes_and_checks_seam import adding_error_notes
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import SKIPPED, DataArguments, SkippedBatches
-from pytorch_accel_lite.run.run_seams import adding_error_notes
 from pytorch_accel_lite.run.scheduler_steps import step_within_epoch
 
 

@@ -38,10 +38,10 @@ from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
 from pytorch_accel_lite.run.ending import RunInterruptedError, ending_at_signals, exit_after_signal
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.latest_records import TrainingRecord
+from pytorch_accel_lite.run.notes_and_checks_seam import RUN_CHECKS
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import DataArguments
-from pytorch_accel_lite.run.run_seams import RUN_CHECKS
 
 
 def fit(

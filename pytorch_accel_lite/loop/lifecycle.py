@@ -20,8 +20,8 @@ from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_call
 from pytorch_accel_lite.loop.model_setup import check_model_has_values, release_model
 from pytorch_accel_lite.optimizers.scheduled_options import note_initial_options, note_options
 from pytorch_accel_lite.run.ending import NonFiniteLossError, StopTrainingError
+from pytorch_accel_lite.run.notes_and_checks_seam import add_error_notes
 from pytorch_accel_lite.run.run import SHARDING, Run, Sharding, TrainerLike
-from pytorch_accel_lite.run.run_seams import add_error_notes
 from pytorch_accel_lite.run.trained_objects import set_optimizer_modes
 
 

@@ -29,10 +29,10 @@ from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.arguments_and_datasets import check_dataset
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import end_failed_run
+from pytorch_accel_lite.run.notes_and_checks_seam import adding_error_notes
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import SKIPPED, DataArguments
-from pytorch_accel_lite.run.run_seams import adding_error_notes
 
 #: Names of random samplers of torch, and of torchdata, which has classes of its own.
 _RANDOM = ("RandomSampler", "SubsetRandomSampler")

@@ -27,9 +27,9 @@ from pytorch_accel_lite.optimizers.scheduled_options import (
     scheduled_options,
     set_options,
 )
+from pytorch_accel_lite.run.notes_and_checks_seam import RUN_CHECKS
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.run_seams import RUN_CHECKS
 from pytorch_accel_lite.run.trained_objects import other_optimizers
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.schedulers.placeholders import Placeholder, replace_trainer_placeholder_values

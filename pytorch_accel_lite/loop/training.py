@@ -33,9 +33,9 @@ from pytorch_accel_lite.loop.resuming import (
 )
 from pytorch_accel_lite.loop.scheduling import warn_of_left_schedule
 from pytorch_accel_lite.loop.snapshot import leaving_no_trace
+from pytorch_accel_lite.run.notes_and_checks_seam import RUN_CHECKS, adding_error_notes
 from pytorch_accel_lite.run.progress import EpochPhase, GlobalModes
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.run_seams import RUN_CHECKS, adding_error_notes
 from pytorch_accel_lite.run.trained_objects import set_optimizer_modes
 
 

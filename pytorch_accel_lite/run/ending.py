@@ -195,7 +195,7 @@ class _Requested(NamedTuple):
 
     calls: int
     rank: int
-    kind: type[RunInterruptedError | RunPausedError | NonFiniteLossError | StopTrainingError]
+    kind: type[Exception]
     argument: int | str
     raised_by: str | None
 
@@ -208,8 +208,7 @@ class _Requested(NamedTuple):
 
     def recreate(self) -> Exception:
         """Return an error of the same class."""
-        create: Callable[[int | str], Exception] = self.kind
-        error = create(self.argument)
+        error = self.kind(self.argument)
         if isinstance(error, StopTrainingError):
             error.raised_by = self.raised_by
         return error
@@ -249,15 +248,16 @@ def exit_after_signal(interruption: RunInterruptedError | None) -> None:
     A handler that the program had installed for this signal is called first: submitit's, for example, returns the job
     to the queue. The notes of the interruption become those of the exception.
     """
-    if interruption is not None:
-        handler = signal.getsignal(interruption.signum)
-        if callable(handler) and handler is not signal.default_int_handler:
-            handler(interruption.signum, None)
-        is_from_keyboard = interruption.signum == signal.SIGINT
-        end = KeyboardInterrupt() if is_from_keyboard else SystemExit(128 + interruption.signum)
-        for note in notes_of(interruption):
-            add_note(end, note)
-        raise end
+    if interruption is None:
+        return
+    number = interruption.signum
+    handler = signal.getsignal(number)
+    if callable(handler) and handler is not signal.default_int_handler:
+        handler(number, None)
+    end = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+    for note in notes_of(interruption):
+        add_note(end, note)
+    raise end
 
 
 class JobQueue(Protocol):

@@ -110,7 +110,7 @@ class Interval:
                 f"{argument or 'the interval'}={self.text!r}: the training data have no length, so a fraction of an "
                 "epoch is unknown. Give an interval in updates, samples or minutes."
             )
-        self._passed = run.clock if self.is_time else self._count(run, ends_epoch=False)
+        self.advance(run)
         config = run.required_config
         lengths = {"updates": config.max_num_train_steps, "epochs": config.num_epochs, "samples": run.max_num_samples}
         length = lengths.get(self.unit)

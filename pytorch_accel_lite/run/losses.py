@@ -217,14 +217,13 @@ class LossTrackers(dict[str, LossTracker]):
         summed = self.summed(ranks)
         without_loss = summed.pop(_WITHOUT_LOSS, None)
         for key, (total, count) in summed.items():
-            if not count and (key != "loss" or without_loss):
-                continue
-            if not count and not all(ranks.all_gather_object(self.is_empty)):
-                raise ValueError("num_items_in_batch (or batch_size) is 0 in every batch: check how it is counted.")
-            if not count and name.startswith("train"):
-                raise ValueError("Every batch of the epoch was skipped.")
-            if not count:
+            if count:
+                means[name.format(key)] = total / count
+            elif key == "loss" and not without_loss:
+                if not all(ranks.all_gather_object(self.is_empty)):
+                    raise ValueError("num_items_in_batch (or batch_size) is 0 in every batch: check how it is counted.")
+                if name.startswith("train"):
+                    raise ValueError("Every batch of the epoch was skipped.")
                 argument = "dataset" if name.startswith("evaluation") else "eval_dataset"
                 raise ValueError(f"{argument} gave no batch: it is empty or exhausted.")
-            means[name.format(key)] = total / count
         return means

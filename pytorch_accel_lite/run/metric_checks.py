@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pytorch_accel_lite.base.display import short_repr
 from pytorch_accel_lite.base.unknown_names import did_you_mean
@@ -42,7 +42,14 @@ class WatchesMetric(Protocol):
 
 Directions = dict[str, bool | None]  # whether greater values are better, by name; None if unknown
 
-_LOSS: Directions = {"eval_loss": False}
+
+class _Declared(NamedTuple):
+    """A metric that a callback records."""
+
+    owner: object
+    greater_is_better: bool | None
+
+
 #: The names of the losses that evaluations record.
 _OF_EVALUATIONS = ("eval_loss_epoch", "intermediate_eval_loss", "evaluation_loss")
 _RUN = "the run itself, as a loss,"
@@ -69,10 +76,9 @@ class ExpectedMetrics:
     watched: list[WatchesMetric] = field(default_factory=list)
     within_epochs: bool = False
     differing: set[str] = field(default_factory=set)
-    _in_epochs: Directions = field(default_factory=dict)
-    _in_evaluations: dict[tuple[str, str], bool | None] = field(default_factory=dict)  # by prefix and name
-    _recorders: dict[tuple[bool, str], object] = field(default_factory=dict)
-    _nested: dict[tuple[str, str], object] = field(default_factory=dict)  # recorders by prefix and name
+    # By name and the prefix of the evaluations, which is empty for those of the run.
+    _in_epochs: dict[tuple[str, str], _Declared] = field(default_factory=dict)
+    _in_evaluations: dict[tuple[str, str], _Declared] = field(default_factory=dict)
     _required: list[tuple[object, str]] = field(default_factory=list)  # pairs of an owner and a name
     _complete: list[object] = field(default_factory=list)  # owners that record no undeclared metrics
     _others: list[str] = field(default_factory=list)  # classes that may record undeclared metrics
@@ -98,18 +104,16 @@ class ExpectedMetrics:
         Raises:
             ValueError: if another callback records one of the metrics, so that each epoch would have two values of it
         """
+        declared = self._in_evaluations if in_evaluation else self._in_epochs
         for name, better in (metrics if isinstance(metrics, Mapping) else dict.fromkeys(metrics)).items():
-            if in_evaluation:
-                self._in_evaluations["", name] = better
-            else:
-                self._in_epochs[name] = better
-            other = self._recorders.setdefault((in_evaluation, name), owner)
-            if other is not owner:
+            other = declared.get(("", name))
+            if other is not None and other.owner is not owner:
                 raise ValueError(
-                    f"Both {type(other).__name__} and {type(owner).__name__} record the metric {name!r}, so each "
+                    f"Both {type(other.owner).__name__} and {type(owner).__name__} record the metric {name!r}, so each "
                     "epoch would have two values of it. Record one of them under another name, or leave one "
                     "callback out."
                 )
+            declared["", name] = _Declared(owner, better)
         if and_others:
             self._others.append(type(owner).__name__)
         else:
@@ -117,8 +121,7 @@ class ExpectedMetrics:
 
     def include(self, nested: ExpectedMetrics, prefix: str, callbacks: Iterable[object]) -> None:
         """Add the metrics that callbacks record in separate evaluations, under a prefix."""
-        self._in_evaluations |= {(prefix, name): better for (_, name), better in nested._in_evaluations.items()}
-        self._nested |= {(prefix, name): owner for (_, name), owner in nested._recorders.items()}
+        self._in_evaluations |= {(prefix, name): metric for (_, name), metric in nested._in_evaluations.items()}
         self._others += nested._may_record_others(callbacks)
 
     def watch(self, watched: WatchesMetric) -> None:
@@ -147,8 +150,8 @@ class ExpectedMetrics:
         datasets = [f"{name}_" for name in data] if isinstance(data, dict) else [] if data is None else [""]
         prefix = trainer.run_history.metric_name_prefix
         self._check_owners(datasets)
-        in_epochs = {"train_loss_epoch": False, **self._in_epochs}
-        in_epochs = {f"{prefix}{name}": better for name, better in in_epochs.items()}
+        in_epochs: Directions = {f"{prefix}train_loss_epoch": False}
+        in_epochs |= {f"{prefix}{name}": metric.greater_is_better for (_, name), metric in self._in_epochs.items()}
         self.evaluated = self._in_evaluations_of(datasets, prefix, intermediate)
         self.directions = in_epochs | self.evaluated
         possible = in_epochs | self._in_evaluations_of(datasets or [""], prefix, intermediate)
@@ -182,14 +185,13 @@ class ExpectedMetrics:
             of_dataset = f" (of eval_dataset[{data[:-1]!r}])" if data else ""
             for name in _OF_EVALUATIONS:
                 yield f"{data}{name}", _RUN
-            for source, name in self._in_evaluations:
-                recorder = self._nested[source, name] if source else self._recorders[True, name]
-                owner = f"{type(recorder).__name__}{of_dataset}"
+            for (source, name), metric in self._in_evaluations.items():
+                owner = f"{type(metric.owner).__name__}{of_dataset}"
                 yield f"{source}{data}{name}", owner
                 if self.within_epochs and not source:
                     yield f"{data}intermediate_{name}", owner
-        for name in self._in_epochs:
-            yield name, type(self._recorders[False, name]).__name__
+        for (_, name), metric in self._in_epochs.items():
+            yield name, type(metric.owner).__name__
 
     def _in_evaluations_of(self, datasets: list[str], prefix: str, intermediate: bool) -> Directions:
         """Return the metrics that evaluations of datasets record.
@@ -197,10 +199,12 @@ class ExpectedMetrics:
         Args:
             intermediate: whether there may be evaluations within epochs
         """
-        metrics = {**self._in_evaluations, ("", "eval_loss_epoch"): False}
+        metrics = {key: metric.greater_is_better for key, metric in self._in_evaluations.items()}
+        of_run = {name: better for (source, name), better in metrics.items() if not source}
+        metrics["", "eval_loss_epoch"] = False
         if intermediate:
-            intermediates = {name: better for (source, name), better in self._in_evaluations.items() if not source}
-            metrics |= {("", f"intermediate_{name}"): better for name, better in (intermediates | _LOSS).items()}
+            metrics |= {("", f"intermediate_{name}"): better for name, better in of_run.items()}
+            metrics["", "intermediate_eval_loss"] = False
         return {
             f"{prefix}{source}{data}{name}": better for (source, name), better in metrics.items() for data in datasets
         }

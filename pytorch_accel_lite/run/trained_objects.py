@@ -119,8 +119,7 @@ def parameters_not_in_model(model: torch.nn.Module, optimizer: Optimizer) -> lis
 def updated_parameters(trainer: TrainerLike) -> list[torch.nn.Parameter]:
     """Return the parameters that an update changes: the optimizer's, and if it optimizes copies, also the model's."""
     optimized = optimized_parameters(trainer.optimizer)
-    ids = set(map(id, optimized))
-    has_model = any(id(parameter) in ids for parameter in trainer.model.parameters())
+    has_model = not set(optimized).isdisjoint(trainer.model.parameters())
     if has_model or trainer.current_run.training_step.updates_one_by_one:  # the optimizer may be for another module
         return optimized
     return [*trainer.model.parameters(), *optimized]

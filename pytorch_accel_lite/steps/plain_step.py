@@ -13,8 +13,8 @@ from pytorch_accel_lite.data.outputs import as_scalars, check_loss, complete_out
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 from pytorch_accel_lite.distributed.gradient_sync import average_gradients
 from pytorch_accel_lite.run.accumulation import GradientWindow
+from pytorch_accel_lite.run.notes_and_checks_seam import RUN_CHECKS
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
-from pytorch_accel_lite.run.run_seams import RUN_CHECKS
 from pytorch_accel_lite.run.scheduler_steps import step_after_update
 from pytorch_accel_lite.run.trained_objects import buffers_beside_model, parameters_not_in_model
 from pytorch_accel_lite.steps.clipping import clip_after_norm, unscale

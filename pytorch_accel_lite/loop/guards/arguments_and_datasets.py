@@ -37,10 +37,10 @@ from pytorch_accel_lite.distributed.accelerator import current_process
 from pytorch_accel_lite.optimizers.optimizer_parts import TrainerOptimizer, is_created, parts_of_optimizer
 from pytorch_accel_lite.run.history import RunHistory
 from pytorch_accel_lite.run.intervals import parse_interval
+from pytorch_accel_lite.run.notes_and_checks_seam import RUN_CHECKS
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.run_data import DataArguments
-from pytorch_accel_lite.run.run_seams import RUN_CHECKS
 from pytorch_accel_lite.run.trained_objects import all_optimized_parameters
 
 _COMPILE = (bool, dict), "True, False, or a dict of arguments for torch.compile, such as {'mode': 'max-autotune'}"

@@ -22,7 +22,7 @@ def noted_errors(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         assert run is trainer.run
         calls.append((type(error), run.progress.epoch, run.batch_number, phase))
 
-    monkeypatch.setattr("pytorch_accel_lite.run.run_seams.ERROR_NOTES", [*ERROR_NOTES, fail, note])
+    monkeypatch.setattr("pytorch_accel_lite.run.notes_and_checks_seam.ERROR_NOTES", [*ERROR_NOTES, fail, note])
     return calls
 
 
