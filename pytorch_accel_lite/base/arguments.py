@@ -212,6 +212,8 @@ def _called(cls: type, method: str) -> str:
 CONSTRUCTOR_ARGUMENTS = "_constructor_arguments"
 #: The attribute that holds the names of the attributes set by this package's constructors.
 LIBRARY_ATTRIBUTES = "_library_attributes"
+#: The attribute that shows that a constructor of this package has been called.
+IS_CONSTRUCTED = "_is_constructed"
 
 
 def remember_arguments(cls: type) -> None:
@@ -227,6 +229,7 @@ def remember_arguments(cls: type) -> None:
         vars(self).setdefault(CONSTRUCTOR_ARGUMENTS, (args, kwargs))  # the constructor of the subclass comes first
         before = set(vars(self))
         if is_ours:
+            vars(self)[IS_CONSTRUCTED] = True
             check_booleans(constructor, (self, *args), kwargs)
         constructor(self, *args, **kwargs)
         if is_ours and not is_from_this_package(type(self)):

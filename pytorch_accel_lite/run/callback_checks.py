@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import update_wrapper
 
-from pytorch_accel_lite.base.arguments import LIBRARY_ATTRIBUTES
+from pytorch_accel_lite.base.arguments import IS_CONSTRUCTED
 from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.run.events import EVENTS, TrainerCallback, events_between, keywords_of
@@ -26,11 +26,11 @@ def create_callback(callback: type[TrainerCallback]) -> TrainerCallback:
 
 def check_constructed(callback: TrainerCallback) -> None:
     """Check that a user's subclass of a built-in callback has called the constructor of that callback."""
-    kind = type(callback)
-    ours = next((c for c in kind.__mro__ if is_from_this_package(c) and "__init__" in vars(c)), None)
-    if ours is not None and not is_from_this_package(kind) and LIBRARY_ATTRIBUTES not in vars(callback):
+    ours = next((c for c in type(callback).__mro__ if is_from_this_package(c) and "__init__" in vars(c)), None)
+    if ours is not None and IS_CONSTRUCTED not in vars(callback):
         raise TypeError(
-            f"{kind.__name__}.__init__ does not call super().__init__(...), the constructor of {ours.__name__}."
+            f"{type(callback).__name__}.__init__ does not call super().__init__(...), the constructor of "
+            f"{ours.__name__}."
         )
 
 
