@@ -37,7 +37,8 @@ from torch.utils.data import (
 )
 
 from pytorch_accel_lite import Trainer, TrainerCallback, callbacks
-from pytorch_accel_lite.data import Mixture, MixtureStream, OwnShard, ShuffledStream
+from pytorch_accel_lite import data as sources  # some of its names are of extensions
+from pytorch_accel_lite.data import OwnShard
 from tests.launching import Fork
 from tests.small_models import same_bits
 
@@ -90,11 +91,11 @@ DATA: dict[str, Callable[[int, int], Any]] = {  # of a number of samples, and th
     "list": lambda size, batch: [*zip(*tensors(size), strict=True)],
     "subset": lambda size, batch: Subset(Noisy(size + 3), range(size)[::-1]),
     "several": lambda size, batch: ConcatDataset([Noisy(size), TensorDataset(*tensors(3))]),
-    "mixture": lambda size, batch: Mixture({"a": Noisy(size), "b": Noisy(5)}, {"a": 0.7, "b": 0.3}),
+    "mixture": lambda size, batch: sources.Mixture({"a": Noisy(size), "b": Noisy(5)}, {"a": 0.7, "b": 0.3}),
     "stream": lambda size, batch: Stream(size),
     "stream of known length": lambda size, batch: StreamOfKnownLength(size),
-    "shuffled stream": lambda size, batch: ShuffledStream(Stream(size), block_size=5),
-    "mixed streams": lambda size, batch: MixtureStream({"a": Stream(size), "b": Stream(4)}),
+    "shuffled stream": lambda size, batch: sources.ShuffledStream(Stream(size), block_size=5),
+    "mixed streams": lambda size, batch: sources.MixtureStream({"a": Stream(size), "b": Stream(4)}),
     "own batches": lambda size, batch: OwnShard([*zip(*(part.split(batch) for part in tensors(size)), strict=True)]),
     "loader": lambda size, batch: DataLoader(Noisy(size), batch, shuffle=True),
     "loader with workers": lambda size, batch: DataLoader(Noisy(size), batch, num_workers=2, persistent_workers=True),
