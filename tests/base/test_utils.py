@@ -1,4 +1,4 @@
-"""Helpers of utils, of texts and of trainers on one process; for several, see tests/distributed/test_processes.py."""
+"""Helpers of utils, of texts and of trainers on one process; of several: distributed/test_communication.py."""
 
 from __future__ import annotations
 
