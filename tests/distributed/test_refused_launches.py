@@ -24,9 +24,9 @@ def test_a_launchers_variables_that_accelerate_ignores_are_refused(monkeypatch, 
 
 
 @pytest.mark.parametrize(("sizes", "fsdp", "message"), [
-    pytest.param({"cp_size": 2}, False, r"has cp_size=2: several processes would share the samples.*not supported", id="context"),
-    pytest.param({"tp_size": 2}, True, r"tp_size=2 beside FSDP, which Accelerate cannot combine.*distributed_config", id="tensor beside FSDP"),
-])  # fmt: skip
+    ({"cp_size": 2}, False, r"has cp_size=2: several processes would share the samples.*not supported"),
+    ({"tp_size": 2}, True, r"tp_size=2 beside FSDP, which Accelerate cannot combine.*distributed_config"),
+], ids=["context", "tensor beside FSDP"])  # fmt: skip
 def test_unsupported_parallelism_is_an_error(sizes, fsdp, message, no_accelerator):
     parallelism_config = pytest.importorskip(
         "accelerate.parallelism_config", reason="ParallelismConfig needs accelerate 1.10"
