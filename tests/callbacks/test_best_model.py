@@ -128,12 +128,14 @@ def test_an_infinite_loss_is_worse_than_a_finite_one_after_it(tmp_path):
             SaveBestModelCallback,
             "save_path",
             marks=pytest.mark.extension("model_ema"),
+            id="average and best",
         ),
         pytest.param(
             lambda path: callbacks.ModelEmaCallback(save_path=path),
             lambda path: callbacks.ModelEmaCallback(save_path=path),
             "save_path",
             marks=pytest.mark.extension("model_ema"),
+            id="averages",
         ),
         (SaveTrainingStateCallback, SaveTrainingStateCallback, "save_dir"),
         pytest.param(
@@ -141,6 +143,7 @@ def test_an_infinite_loss_is_worse_than_a_finite_one_after_it(tmp_path):
             lambda path: callbacks.MetricsFileCallback(path),
             "path",
             marks=pytest.mark.extension("metrics_file"),
+            id="files of metrics",
         ),
     ],
 )

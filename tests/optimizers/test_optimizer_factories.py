@@ -323,6 +323,7 @@ def test_an_invalid_optimizer_argument_is_refused(optimizer, message):
             r"create_scheduler_fn\['a'\]: no optimizer has that name, only one without a name",
         ),
     ],
+    ids=["no optimizer", "parameters missing", "unknown name"],
 )
 def test_the_result_of_a_factory_is_checked_before_training(make, kwargs, error, message):
     trainer = adamw_trainer(float64_model(), optimizer=make)
