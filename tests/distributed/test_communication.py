@@ -178,7 +178,7 @@ def calls_of_the_first_process() -> Any:
 
 
 @pytest.mark.extension("pytorch_accelerated")
-def test_functions_can_be_left_to_the_first_process_or_wait_for_it(ranks):
+def test_a_function_runs_on_the_first_process_alone_or_first(ranks):
     for rank, result in enumerate(ranks(calls_of_the_first_process)):
         assert result["local only"] == result["world only"] == (None if rank else 5)
         assert result["first"] == [] if rank == 0 else "rank0" in result["first"]

@@ -16,7 +16,7 @@ IGNORES_FSDP = r"FSDP plugin.*would ignore it.*leave the plugin out"
     pytest.param("WORLD_SIZE", "2", r"WORLD_SIZE=2.*sees 1.*PartialState.*cpu=True", id="world size"),
     *(pytest.param("ACCELERATE_USE_FSDP", value, IGNORES_FSDP, id=f"FSDP={value}") for value in ("true", "1", "True")),
 ])  # fmt: skip
-def test_a_launchers_variables_that_accelerate_ignores_are_refused(monkeypatch, name, value, message):
+def test_variables_that_accelerate_has_ignored_are_refused(monkeypatch, name, value, message):
     accelerator = Accelerator()
     monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=message):
