@@ -65,7 +65,7 @@ def test_a_registered_object_is_restored_with_the_trainer(tmp_path):
     assert equal_weights(fresh.model.state_dict(), trainer.model.state_dict())
 
 
-def test_objects_that_only_the_state_or_the_run_has_are_warned_of(tmp_path):
+def test_objects_of_the_state_or_the_run_alone_are_warned_of(tmp_path):
     trainer_with(counter=Counter()).save_training_state(tmp_path / "state")
     with (
         pytest.warns(UserWarning, match="holds nothing for the registered object 'other'"),
