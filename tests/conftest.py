@@ -12,13 +12,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.data import Dataset
 
 from tests.launching import ROOT, SOAK, EarlyCopy, EarlyFork
 from tests.networks import two_machines
@@ -40,6 +43,7 @@ OF_PROGRAMS = {"fresh_interpreter", "uninterrupted_logs", "uninterrupted_run"}  
 
 EXTENSIONS = ROOT / "pytorch_accel_lite" / "extensions"
 MEMORY = Path("/dev/shm")
+LONGEST_ID = 80  # of a value of a parametrised test
 HUGE = 1 << 21  # bytes of a huge page
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of Linux
 ROOM = 2 * 2**30
@@ -108,6 +112,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.soak)
         elif OF_PROGRAMS.intersection(used):
             item.add_marker(pytest.mark.programs)
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name a case by its value, where pytest would number it: ``[3, 2]-{'keep': 1}``, not ``script0-arguments0``."""
+    match val:
+        case partial():
+            given = [*map(repr, val.args), *(f"{name}={value!r}" for name, value in val.keywords.items())]
+            return f"{val.func.__name__}({', '.join(given) if _is_plain([val.args, val.keywords]) else '...'})"
+        case list() | tuple() | dict() if _is_plain(val) and len(text := str(val)) <= LONGEST_ID:
+            return text
+        case dict():
+            return ", ".join(map(str, val))
+        case BaseException() | Dataset() | nn.Module():
+            return type(val).__name__
+        case torch.dtype():
+            return str(val).removeprefix("torch.")
+    return None
+
+
+def _is_plain(value: object) -> bool:
+    """Whether each process writes the value in the same words: it has no set and no address."""
+    match value:
+        case list() | tuple():
+            return all(map(_is_plain, value))
+        case dict():
+            return all(map(_is_plain, (*value, *value.values())))
+    return value is None or isinstance(value, str | int | float)
 
 
 def _is_left_out(item: pytest.Item) -> bool:

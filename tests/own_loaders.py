@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 
@@ -71,3 +71,10 @@ class Transformed(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.parts["of it"][index]
+
+
+class ReadsAhead(DataLoader[Any]):
+    """A subclass with an ``__iter__`` of its own, as for reading in a thread."""
+
+    def __iter__(self):
+        return iter(list(super().__iter__()))

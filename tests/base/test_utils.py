@@ -1,4 +1,4 @@
-"""Helpers of utils, of texts and of trainers on one process; for several, see tests/distributed/test_processes.py."""
+"""Helpers of utils, of texts and of trainers on one process; of several: distributed/test_communication.py."""
 
 from __future__ import annotations
 
@@ -35,23 +35,35 @@ def test_helpers_of_the_trainer_on_one_process():
         trainer.broadcast_object("x", source=1)
 
 
+ELEMENTS = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
+
+
+@pytest.mark.parametrize("reduce", [None, "sum", "mean", "max", "min"])
+def test_tensor_to_numeric_of_one_element_is_a_number(reduce):
+    assert make_trainer().tensor_to_numeric(torch.tensor([[3]]), reduce) == 3
+
+
 def test_tensor_to_numeric_reduces_all_elements():
     to_numeric = make_trainer().tensor_to_numeric
-    for reduce in (None, "sum", "mean", "max", "min"):
-        assert to_numeric(torch.tensor([[3]]), reduce) == 3
     assert isinstance(to_numeric(torch.tensor(3), "sum"), int)
-    elements = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
-    assert to_numeric(elements) == [[1, 2], [3, 6]]
-    assert [to_numeric(elements, reduce) for reduce in ("sum", "mean", "max", "min")] == [12, 3, 6, 1]
-    assert to_numeric({"a": [elements, torch.tensor(True)]}, "max") == {"a": [6, True]}
-    for wrong in (2.0, [torch.ones(2), "x"]):
-        with pytest.raises(ValueError, match="must be a tensor, or nested lists"):
-            to_numeric(wrong)
+    assert to_numeric(ELEMENTS) == [[1, 2], [3, 6]]
+    assert [to_numeric(ELEMENTS, reduce) for reduce in ("sum", "mean", "max", "min")] == [12, 3, 6, 1]
+    assert to_numeric({"a": [ELEMENTS, torch.tensor(True)]}, "max") == {"a": [6, True]}
     assert (to_numeric(torch.ones(0)), to_numeric(torch.ones(0), "sum")) == ([], 0)
-    with pytest.raises(ValueError, match="no max of tensors without elements"):
-        to_numeric(torch.ones(0), "max")
-    with pytest.raises(ValueError, match="reduce='median' must be None, 'sum'"):
-        to_numeric(elements, "median")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reduce", "message"),
+    [
+        pytest.param(2.0, None, "must be a tensor, or nested lists", id="number"),
+        pytest.param([torch.ones(2), "x"], None, "must be a tensor, or nested lists", id="text"),
+        pytest.param(torch.ones(0), "max", "no max of tensors without elements", id="nothing"),
+        pytest.param(ELEMENTS, "median", "reduce='median' must be None, 'sum'", id="median"),
+    ],
+)
+def test_tensor_to_numeric_refuses_what_it_cannot_reduce(tensors, reduce, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer().tensor_to_numeric(tensors, reduce)
 
 
 def test_gather_leaves_out_rows_that_are_padding():

@@ -13,7 +13,17 @@ import torch
 from pytorch_accel_lite import TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from tests.shared_trainings import Scripted, scripted
-from tests.small_models import equal_weights, listener, make_model, make_trainer, train, weights
+from tests.small_models import (
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
+    listener,
+    make_model,
+    make_trainer,
+    train,
+    weights,
+)
 
 # The scores of these scripts are as good as one says.
 pytestmark = pytest.mark.filterwarnings("ignore:.*whether greater values are better is unknown")
@@ -118,12 +128,14 @@ def test_an_infinite_loss_is_worse_than_a_finite_one_after_it(tmp_path):
             SaveBestModelCallback,
             "save_path",
             marks=pytest.mark.extension("model_ema"),
+            id="average and best",
         ),
         pytest.param(
             lambda path: callbacks.ModelEmaCallback(save_path=path),
             lambda path: callbacks.ModelEmaCallback(save_path=path),
             "save_path",
             marks=pytest.mark.extension("model_ema"),
+            id="averages",
         ),
         (SaveTrainingStateCallback, SaveTrainingStateCallback, "save_dir"),
         pytest.param(
@@ -131,6 +143,7 @@ def test_an_infinite_loss_is_worse_than_a_finite_one_after_it(tmp_path):
             lambda path: callbacks.MetricsFileCallback(path),
             "path",
             marks=pytest.mark.extension("metrics_file"),
+            id="files of metrics",
         ),
     ],
 )
@@ -343,3 +356,28 @@ def test_a_best_value_of_an_older_version_counts_on_resuming(name, here):
     old = {key: value for key, value in again.state_dict().items() if key not in ("watch_metric", "greater_is_better")}
     first.load_state_dict(old)
     assert first.best_metric == 0.5
+
+
+@pytest.mark.parametrize("greater", [False, True])
+def test_a_resumed_run_keeps_the_best_k_models_of_both_parts(tmp_path, greater):
+    class Scores(TrainerCallback):
+        values = (3.0, 1.0, 5.0, float("nan"), 2.0, 4.0)
+
+        def on_eval_epoch_end(self, trainer, **kwargs):
+            trainer.run_history.update_metric("score", self.values[trainer.progress.epoch - 1])
+
+    for epochs in (3, 6):
+        model = float64_model()
+        best = SaveBestModelCallback(tmp_path / "best.pt", "score", greater, keep=2, load_saved_checkpoint=False)
+        saving = SaveTrainingStateCallback(tmp_path / "states")
+        trainer = adamw_trainer(model, callbacks=[Scores(), best, saving], seed=0)
+        trainer.train(float64_data(8), epochs, float64_data(4), resume_from="latest")
+    expected = {"best-epoch0003.pt", "best-epoch0006.pt"} if greater else {"best-epoch0002.pt", "best-epoch0005.pt"}
+    assert {path.name for path in tmp_path.glob("best*")} == expected | {"best.pt"}
+    scores = {name: torch.load(tmp_path / name)["score"] for name in expected | {"best.pt"}}
+    assert scores["best.pt"] == (5.0 if greater else 1.0)
+
+
+def test_at_least_one_best_model_is_kept():
+    with pytest.raises(ValueError, match="keep=0 must be at least 1"):
+        SaveBestModelCallback(keep=0)

@@ -19,8 +19,9 @@ import torch
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveTrainingStateCallback
 from pytorch_accel_lite.run.events import EVENTS
-from tests.launching import some_of, two_are_enough
+from tests.launching import only_with_soak, run_elastic_script, some_of, two_are_enough
 from tests.ranks import rank, shared_folder
+from tests.scripts.all_callbacks import run_with_all
 from tests.shared_trainings import StopsAt
 from tests.shipped_callbacks import EVENTFUL, NEEDS_A_DEVICE, NOT_REPEATABLE, RUN, SHIPPED, STATEFUL, STATELESS, build
 from tests.small_models import (
@@ -269,3 +270,29 @@ def test_a_shipped_callback_serves_several_processes(ranks, name):
         assert result["evaluated"] == results[0]["evaluated"]
         assert torch.equal(result["predicted"], results[0]["predicted"])
         assert result["printed"] == ""
+
+
+@only_with_soak
+@pytest.mark.processes
+@pytest.mark.extension(
+    "failed_batches", "gradient_spikes", "metrics", "model_ema", "nan_report", "pytorch_accelerated", "unfreezing"
+)
+def test_all_callbacks_resume_the_same_bits_on_two_processes(tmp_path, job):
+    for folder in ("whole", "killed"):
+        (tmp_path / folder).mkdir()
+    killed = run_elastic_script(2, "tests/scripts/all_callbacks.py", str(tmp_path / "killed"), "5")
+    assert killed.returncode != 0
+    assert (tmp_path / "killed" / "killed").exists()
+    whole = job(2).run(run_with_all, tmp_path / "whole")
+    again = job(2).run(run_with_all, tmp_path / "killed", 5)
+    results = [whole[0], again[0]]
+    assert "Resuming from" in again.output
+    assert results[0]["processes"] == 2
+    assert results[0]["progress"]["update"] == 9
+    assert len(results[0]["history"]["intermediate_mae"]) == 4
+    for name in ("history", "order", "progress"):
+        assert results[0][name] == results[1][name]
+    for name in ("weights", "ema"):
+        assert equal_weights(results[0][name], results[1][name])
+    # Only the first process of a machine prints.
+    assert whole.output.count("Starting epoch 1/3") == 1

@@ -105,20 +105,31 @@ def test_sums_that_ignore_the_order_are_those_of_earlier_files(tmp_path):
         make_trainer(model=Net(seed=1)).load_checkpoint(tmp_path / "model.pt")
 
 
-def test_weights_missing_by_mistake_are_an_error(tmp_path):
-    path = tmp_path / "model.safetensors"
-    trained().save_model(path, trainable_only=True)
+@pytest.fixture
+def trainable_weights(tmp_path):
+    """A file with the trainable weights of a ``Net``."""
+    trained().save_model(tmp_path / "model.safetensors", trainable_only=True)
+    return tmp_path / "model.safetensors"
+
+
+def test_trainable_weights_missing_in_the_file_are_an_error(trainable_weights):
     model = Net()
     model.more = nn.Linear(1, 1)
     with pytest.raises(ValueError, match=r"does not fit .*: missing in the checkpoint: more.bias, more.weight\."):
-        make_trainer(model=model).load_checkpoint(path)
+        make_trainer(model=model).load_checkpoint(trainable_weights)
+
+
+def test_weights_missing_in_the_model_are_an_error(trainable_weights):
     model = Net()
     del model.body[1]
     with pytest.raises(ValueError, match=r"not in the model: body.1.bias, body.1.num_batches_tracked"):
-        make_trainer(model=model).load_checkpoint(path)
-    path.write_bytes(path.read_bytes()[:-9])
+        make_trainer(model=model).load_checkpoint(trainable_weights)
+
+
+def test_a_file_of_trainable_weights_that_is_cut_off_is_an_error(trainable_weights):
+    trainable_weights.write_bytes(trainable_weights.read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"model.safetensors' is damaged"):
-        make_trainer(model=Net()).load_checkpoint(path)
+        make_trainer(model=Net()).load_checkpoint(trainable_weights)
 
 
 def test_saving_trainable_weights_requires_some(tmp_path):

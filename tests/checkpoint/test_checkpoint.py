@@ -19,7 +19,17 @@ from pytorch_accel_lite.steps.plain_step import PlainStep
 from tests import ancestor
 from tests.checkpoint.small_checkpoints import trained
 from tests.launching import run_code
-from tests.small_models import equal_weights, listener, make_model, make_trainer, same_bits, train, weights
+from tests.small_models import (
+    adamw_trainer,
+    equal_weights,
+    float64_model,
+    listener,
+    make_model,
+    make_trainer,
+    same_bits,
+    train,
+    weights,
+)
 
 
 def test_a_checkpoint_restores_model_optimizer_and_scheduler(tmp_path):
@@ -273,3 +283,14 @@ def test_an_entry_of_a_step_replaces_none_of_the_trainer(tmp_path, name):
     trainer.current_run.training_step = Own(trainer, trainer.current_run)
     with pytest.raises(ValueError, match=f"The state of Own has '{name}', which training states have already"):
         trainer.save_training_state(tmp_path / "state")
+
+
+def test_a_checkpoint_may_be_loaded_in_part(tmp_path):
+    adamw_trainer(float64_model(1)).save_checkpoint(tmp_path / "model.pt")
+    model = float64_model(2)
+    model[2] = torch.nn.Linear(8, 3).double()
+    kept = model[2].weight.clone()
+    with pytest.warns(UserWarning, match=r"of a different shape: 2\.bias .*, 2\.weight .* The rest is loaded"):
+        adamw_trainer(model).load_checkpoint(tmp_path / "model.pt", load_optimizer=False, strict=False)
+    assert torch.equal(model[0].weight, float64_model(1)[0].weight)
+    assert torch.equal(model[2].weight, kept)

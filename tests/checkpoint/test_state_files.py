@@ -350,3 +350,18 @@ def test_a_state_has_these_keys_and_no_others(tmp_path):
         for keys, part in zip(found, (state.shared, state.local), strict=True):
             keys.update(part)
     assert found == (set().union(*SHARED_KEYS.values()), set().union(*OWN_KEYS.values()))
+
+
+@pytest.mark.parametrize(("first", "second"), [("pt", "other"), ("other", "format")])
+def test_tied_weights_may_have_any_names(tmp_path, first, second):
+    def make() -> torch.nn.Module:
+        module = torch.nn.Linear(5, 1).double()
+        module.register_parameter(first, torch.nn.Parameter(torch.rand(3)))
+        module.register_parameter(second, getattr(module, first))
+        return module
+
+    saved, loaded = make(), make()
+    adamw_trainer(saved).save_training_state(tmp_path / "state")
+    adamw_trainer(loaded).load_training_state(tmp_path / "state")
+    assert equal_weights(loaded.state_dict(), saved.state_dict())
+    assert len({path.stat().st_mode for path in (tmp_path / "state").iterdir()}) == 1

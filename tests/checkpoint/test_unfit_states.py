@@ -127,27 +127,46 @@ def test_a_state_without_its_optimizers_class_is_resumed(tmp_path):
     assert train_with(torch.optim.Adam, tmp_path, 2).progress.update == 6
 
 
-def test_a_state_that_does_not_fit_is_explained(tmp_path):
+@pytest.fixture
+def saved_state(tmp_path):
+    """The state of a model of two layers, trained by AdamW."""
     trainer = adamw_trainer(float64_model())
     trainer.train(float64_data(8), 1)
     trainer.save_training_state(tmp_path / "state")
+    return tmp_path / "state"
+
+
+def test_a_state_of_another_model_is_refused(saved_state):
     with pytest.raises(ValueError, match=r"does not fit the model Linear: missing in the checkpoint: bias, weight"):
-        adamw_trainer(torch.nn.Linear(5, 1)).load_training_state(tmp_path / "state")
+        adamw_trainer(torch.nn.Linear(5, 1)).load_training_state(saved_state)
+
+
+def test_a_state_of_an_optimizer_of_other_parameters_is_refused(saved_state):
     model = float64_model()
     other = torch.optim.AdamW([model[0].weight], lr=0.1)
     with pytest.raises(ValueError, match=r"The optimizer in '.*' does not fit the trainer's AdamW"):
-        adamw_trainer(model, optimizer=other).load_training_state(tmp_path / "state")
+        adamw_trainer(model, optimizer=other).load_training_state(saved_state)
+
+
+def test_a_state_of_a_newer_format_is_refused(saved_state):
+    with changed_manifest(saved_state) as manifest:
+        manifest["format_version"] = 99
+    with pytest.raises(ValueError, match=r"has format 99; this version .* Upgrade pytorch_accel_lite"):
+        adamw_trainer(float64_model()).load_training_state(saved_state)
+
+
+def test_a_path_without_a_training_state_is_an_error(tmp_path):
+    trainer = adamw_trainer(float64_model())
     with pytest.raises(FileNotFoundError, match="There is no training state at"):
         trainer.load_training_state(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DamagedStateError, match=r"is not a training state: it has no manifest\.json"):
         trainer.load_training_state(tmp_path / "empty")
+
+
+def test_resuming_from_the_latest_state_needs_the_callback():
     with pytest.raises(ValueError, match="resume_from='latest' needs a SaveTrainingStateCallback"):
-        trainer.train(float64_data(8), 1, resume_from="latest")
-    with changed_manifest(tmp_path / "state") as manifest:
-        manifest["format_version"] = 99
-    with pytest.raises(ValueError, match=r"has format 99; this version .* Upgrade pytorch_accel_lite"):
-        trainer.load_training_state(tmp_path / "state")
+        adamw_trainer(float64_model()).train(float64_data(8), 1, resume_from="latest")
 
 
 def test_removed_and_added_callbacks_are_named(tmp_path):

@@ -86,13 +86,6 @@ class OwnGenerator(Sampler[int]):
         return self.size
 
 
-class ReadsAhead(DataLoader[Any]):
-    """A subclass with an ``__iter__`` of its own, as for reading in a thread."""
-
-    def __iter__(self):
-        return iter(list(super().__iter__()))
-
-
 NAMES_OF_PARTS = [("num_replicas", "rank"), ("num_processes", "process_index"), ("_world_size", "_rank")]
 
 

@@ -26,6 +26,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.data import OwnShard
 from tests.launching import SOAK, some_of
+from tests.own_loaders import ReadsAhead
 from tests.ranks import OrderedStream, Recorder, rank, shared_folder, world_size
 from tests.small_models import (
     Rows,
@@ -278,13 +279,6 @@ def test_a_run_on_a_loader_resumes_to_the_same_bits(kind, workers):
 def test_processes_on_a_loader_resume_to_the_same_bits(two_ranks, kind, workers):
     for whole, *others in two_ranks.run(resumed, kind, workers):
         assert all(equal_weights(whole, other) for other in others)
-
-
-class ReadsAhead(DataLoader[Any]):
-    """A subclass with an ``__iter__`` of its own."""
-
-    def __iter__(self):
-        return iter(list(super().__iter__()))
 
 
 def sizes_of_loaders() -> Any:

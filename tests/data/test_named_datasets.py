@@ -56,12 +56,18 @@ def test_training_datasets_by_name_give_batches_by_name(seed, capsys):
         f"{start}shortest, 'a'; of the others, as many samples are used, drawn again in each epoch.",
         f"{start}longest, 'b'; the others are repeated.",
     ]
-    trainer = TwoTasks(model, nn.MSELoss(), optimizer, callbacks=[], seed=seed)
+
+
+def test_datasets_by_name_in_order_use_the_first_samples(capsys):
+    data = {"a": tagged(6, 0), "b": tagged(10, 100)}
+    model = float64_model()
+    trainer = TwoTasks(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[])
     trainer.seen = []
     in_order = {"shuffle": False, "num_workers": 0}
     trainer.train(data, 1, per_device_batch_size=4, train_dataloader_kwargs=in_order)
     assert "as many samples are used, the first ones." in capsys.readouterr().out
-    trainer.train({"a": data["a"], "b": tagged(6, 100)}, 1, per_device_batch_size=4, train_dataloader_kwargs=in_order)
+    same_length = {"a": data["a"], "b": tagged(6, 100)}
+    trainer.train(same_length, 1, per_device_batch_size=4, train_dataloader_kwargs=in_order)
     assert capsys.readouterr().out == ""
 
 

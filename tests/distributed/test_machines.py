@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.launching import PATIENCE, ROOT, TORCHRUN, environment, launch, only_with_soak
 from tests.networks import ADDRESSES, ip, namespace
+from tests.scripts.resumable import final_state
 from tests.small_models import assert_same
 
 
@@ -49,10 +49,6 @@ def world_sizes(folder: Path) -> list[int]:
     return [json.loads(path.read_text())["world_size"] for path in manifests]
 
 
-def read(folder: Path) -> dict[str, Any]:
-    return torch.load(folder / "final.pt", weights_only=False)
-
-
 @only_with_soak
 @pytest.mark.programs
 @pytest.mark.extension("hang_watch")
@@ -65,7 +61,7 @@ def test_two_machines_have_the_bits_of_two_processes_on_one(tmp_path, network):
     log = tmp_path / "log"
     jobs = [start(machine, "2", log, folders[1]) for machine in ADDRESSES]
     assert [job.wait(PATIENCE) for job in jobs] == [0, 0], log.read_text()
-    one, two = map(read, folders)
+    one, two = map(final_state, folders)
     assert two["processes"] == 2
     assert_same(two, one)
 
@@ -94,6 +90,6 @@ def test_a_machine_that_reconnects_loses_no_sample(tmp_path, network):
     sizes = world_sizes(folder)
     changes = [size for size, before in zip(sizes, [None, *sizes], strict=False) if size != before]
     assert changes == [2, 1, 2]
-    order = [index for step in read(folder)["order"] for index in step]
+    order = [index for step in final_state(folder)["order"] for index in step]
     epochs = [order[start : start + 24] for start in range(0, len(order), 24)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(24))] * 4

@@ -44,7 +44,7 @@ def broken(*args, **kwargs):
     ({}, {"create_scheduler_fn": broken}),
     ({"callbacks": [listener(on_optimizer_step_end=broken)]}, {}),
     ({"loss_func": broken}, {}),
-])  # fmt: skip
+], ids=["collate", "schedule", "event", "loss"])  # fmt: skip
 def test_an_error_in_the_users_functions_keeps_its_traceback(of_trainer, of_train):
     with pytest.raises(LookupError, match=r"^not here") as caught:
         train(make_trainer(**of_trainer), **of_train)

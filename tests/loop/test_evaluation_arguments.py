@@ -91,6 +91,7 @@ def test_predict_refuses_to_reorder_or_leave_out_samples(key):
         ("shuffle", {"batch_sampler": BatchSampler(RandomSampler(range(5)), 2, drop_last=False)}),
         ("drop_last", {"batch_sampler": BatchSampler(SequentialSampler(range(5)), 2, drop_last=True)}),
     ],
+    ids=["random", "distributed", "random batches", "incomplete batch"],
 )
 def test_predict_refuses_samplers_that_reorder_or_leave_out(key, options):
     with pytest.raises(ValueError, match=f"dataset has {key}=True"):

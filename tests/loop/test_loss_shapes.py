@@ -23,7 +23,7 @@ OF_EACH_ELEMENT = [
 ]
 
 
-@pytest.mark.parametrize("loss_func", OF_EACH_ELEMENT, ids=lambda loss: getattr(loss, "__name__", type(loss).__name__))
+@pytest.mark.parametrize("loss_func", OF_EACH_ELEMENT)
 @pytest.mark.parametrize("start", ["train", "evaluate"])
 @pytest.mark.filterwarnings("ignore:loss_func has reduction='sum'")
 def test_outputs_and_targets_that_would_broadcast_are_an_error(loss_func, start):

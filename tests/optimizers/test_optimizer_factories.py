@@ -161,12 +161,6 @@ def test_a_factory_is_called_once_when_training_first_begins():
     trainer.evaluate(DATA)
     trainer.predict(DATA)
     assert not count.given
-    assert repr(trainer.optimizer) == "Counted(...) (not called yet)"
-    assert "optimizer=Counted(...) (not called yet)" in repr(trainer)
-    with pytest.raises(
-        AttributeError, match=r"no 'param_groups' yet: optimizer=Counted\(...\) is called when train\(\)"
-    ):
-        print(trainer.optimizer.param_groups)
     seen.clear()
     trainer.train(DATA, 1)
     first = trainer.optimizer
@@ -174,8 +168,19 @@ def test_a_factory_is_called_once_when_training_first_begins():
     assert seen == [0, 1, 1, 1]
     assert isinstance(trainer.optimizer, AdamW)
     assert trainer.optimizer is first
-    assert "optimizer=AdamW" in repr(trainer)
     assert list(map(id, count.given[0])) == list(map(id, model.parameters()))
+
+
+def test_a_factory_that_was_not_called_yet_says_so():
+    trainer = adamw_trainer(float64_model(), optimizer=Counted())
+    assert repr(trainer.optimizer) == "Counted(...) (not called yet)"
+    assert "optimizer=Counted(...) (not called yet)" in repr(trainer)
+    with pytest.raises(
+        AttributeError, match=r"no 'param_groups' yet: optimizer=Counted\(...\) is called when train\(\)"
+    ):
+        print(trainer.optimizer.param_groups)
+    trainer.train(DATA, 1)
+    assert "optimizer=AdamW" in repr(trainer)
 
 
 EVENTS = ["on_dataloaders_created", "on_training_run_start"]
@@ -323,6 +328,7 @@ def test_an_invalid_optimizer_argument_is_refused(optimizer, message):
             r"create_scheduler_fn\['a'\]: no optimizer has that name, only one without a name",
         ),
     ],
+    ids=["no optimizer", "parameters missing", "unknown name"],
 )
 def test_the_result_of_a_factory_is_checked_before_training(make, kwargs, error, message):
     trainer = adamw_trainer(float64_model(), optimizer=make)

@@ -97,6 +97,7 @@ def test_the_programs_of_the_first_pages_pass_pyright(page_programs):
         ("trainer.find_lr(data).", {"suggestion", "plot"}),
         ("from pytorch_accel_lite.callbacks import Early", {"EarlyStoppingCallback"}),
     ],
+    ids=["trainer", "history", "check", "find_lr", "import"],
 )
 def test_an_editor_completes_existing_names(typed, offered):
     """By jedi, which notebooks and many editors ask."""

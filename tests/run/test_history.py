@@ -366,7 +366,7 @@ def test_a_running_mean_weighs_by_batch_size(updates, average, total, count, las
     assert (tracker.total_loss, tracker.running_count, tracker.loss_value) == (total, count, last)
 
 
-@pytest.mark.parametrize("weight", [3, torch.tensor(3), torch.tensor(3.0)])
+@pytest.mark.parametrize("weight", [3, torch.tensor(3), torch.tensor(3.0)], ids=["int", "int tensor", "float tensor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_a_running_mean_of_tensors_is_summed_in_float64(dtype, weight):
     tracker = LossTracker()

@@ -309,7 +309,9 @@ def test_an_invalid_scheduler_is_refused():
         train(make_trainer(), create_scheduler_fn=lambda optimizer: None)
 
 
-@pytest.mark.parametrize(("interval", "length"), [("update", TOTAL - 1), ("epoch", P.NUM_EPOCHS - 1)])
+@pytest.mark.parametrize(
+    ("interval", "length"), [("update", TOTAL - 1), ("epoch", P.NUM_EPOCHS - 1)], ids=["updates", "epochs"]
+)
 def test_a_one_cycle_schedule_that_is_too_short_is_an_error(interval, length):
     trainer, _ = noting()
     before = weights(trainer.model)

@@ -255,6 +255,7 @@ def test_a_custom_callback_may_declare_what_it_records(here):
         ("intermediate_score", [StepBasedEvaluationCallback(2)], make_data(4)),
         ("fold_score", [], make_data(4)),
     ],
+    ids=["dataset", "training", "intermediate", "run"],
 )
 def test_the_direction_is_known_under_each_name_of_a_metric(name, callbacks, data, here):
     from pytorch_accel_lite.callbacks import MetricsCallback

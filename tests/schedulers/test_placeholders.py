@@ -246,6 +246,7 @@ Pair = namedtuple("Pair", "low high")
         (lambda p: partial(dict, steps=Pair(p, p + 1)), {"steps": Pair(2, 3)}),
         (lambda p: partial(partial(dict, low=p), high=p + 1), {"low": 2, "high": 3}),
     ],
+    ids=["argument", "keyword", "list", "tuple", "dict", "set", "frozenset", "named tuple", "partial of a partial"],
 )
 def test_placeholders_are_found_wherever_they_are_nested(make, expected, trainer):
     result = replace_trainer_placeholder_values(trainer, make(P.NUM_EPOCHS))()
@@ -346,29 +347,29 @@ def test_a_sequence_of_schedulers_may_hold_placeholders():
 # -------------------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize(
-    ("name", "use"),
-    {
-        "<": lambda p: p < 3,
-        "<=": lambda p: p <= 3,
-        ">": lambda p: p > 3,
-        ">=": lambda p: p >= p,
-        "reflected <": lambda p: operator.lt(3, p),
-        "min": lambda p: min(p, 3),
-        "max": lambda p: max(3, p),
-        "sorted": lambda p: sorted([3, p]),
-        "int": int,
-        "float": float,
-        "bool": bool,
-        "range": range,
-        "index": lambda p: [1, 2, 3][p],
-        "if": lambda p: 1 if p else 2,
-        "and": lambda p: p and 3,
-    }.items(),
-)
-def test_using_a_placeholder_too_early_is_an_error_naming_it(name, use):
+USES_BEFORE_A_RUN = {
+    "<": lambda p: p < 3,
+    "<=": lambda p: p <= 3,
+    ">": lambda p: p > 3,
+    ">=": lambda p: p >= p,
+    "reflected <": lambda p: operator.lt(3, p),
+    "min": lambda p: min(p, 3),
+    "max": lambda p: max(3, p),
+    "sorted": lambda p: sorted([3, p]),
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "range": range,
+    "index": lambda p: [1, 2, 3][p],
+    "if": lambda p: 1 if p else 2,
+    "and": lambda p: p and 3,
+}
+
+
+@pytest.mark.parametrize("name", USES_BEFORE_A_RUN)
+def test_using_a_placeholder_too_early_is_an_error_naming_it(name):
     with pytest.raises(TypeError, match=r"TrainerPlaceholderValues\.NUM_EPOCHS.*no value.*round\(\.\.\.\).*\.min"):
-        use(P.NUM_EPOCHS)
+        USES_BEFORE_A_RUN[name](P.NUM_EPOCHS)
 
 
 @pytest.mark.parametrize("other", ["7", None, [1], 1j, torch.tensor(2)], ids=repr)

@@ -24,7 +24,7 @@ HELD = {
     "test_an_evaluation_leaves_out_the_failed_batch_alone",
     "a batch that fails is skipped in a test": "test_testing.py::test_a_test_may_skip_and_list_failed_batches",
     "a whole script with the import renamed": "test_docs.py::test_both_columns_of_a_page_train_the_same",
-    "the same script launched on two processes": "test_processes.py::"
+    "the same script launched on two processes": "test_launched_jobs.py::"
     "test_the_first_example_runs_unchanged_on_two_processes",
     "the script of progressive resizing": "test_examples.py::"
     "test_progressive_resizing_trains_one_model_on_growing_images",
@@ -40,17 +40,18 @@ HELD = {
     "a checkpoint saved once for all machines": "test_checkpoint.py::test_missing_folders_are_created",
     "checkpoints move between both libraries": "test_checkpoint.py::"
     "test_the_ancestor_loads_our_file_with_its_optimizer",
-    "the same over two processes": "test_processes.py::test_gather_takes_tensors_of_unequal_length",
+    "the same over two processes": "test_communication.py::test_gather_takes_tensors_of_unequal_length",
     "a package with tests, examples, pages and a changelog": "test_docs.py::test_the_pages_with_code_are_found",
     "few packages are needed": "test_imports.py::test_importing_costs_only_accelerate_torch_numpy_and_tqdm",
     "timm is needed only for its schedules": "test_imports.py::test_extras_are_imported_only_when_they_are_used",
     "training in a notebook": "test_notebooks.py::test_a_run_is_one_table_in_a_notebook",
-    "several processes from a notebook": "test_processes.py::test_training_in_a_notebook_on_two_processes",
+    "several processes from a notebook": "test_launched_jobs.py::"
+    "test_two_processes_of_a_notebook_train_as_one_process_does",
     "their progress is shown in the notebook": "test_notebooks.py::"
     "test_processes_that_a_notebook_launches_show_their_progress",
-    "`accelerate launch --cpu --num_processes 2`": "test_processes.py::"
+    "`accelerate launch --cpu --num_processes 2`": "test_refused_launches.py::"
     "test_a_launch_that_accelerate_does_not_see_is_refused",
-    "`accelerate launch --multi_gpu` on CPUs": "test_processes.py::"
+    "`accelerate launch --multi_gpu` on CPUs": "test_launched_jobs.py::"
     "test_a_launched_run_exits_with_0_however_it_is_closed",
     "the first example with the extra for plots": "test_extras.py::test_errors_name_what_to_install",
     "a context without exchange of gradients": "test_data_parallel_training.py::"
@@ -62,15 +63,17 @@ HELD = {
     "resuming with another batch size": "test_shares.py::test_an_epoch_can_continue_anywhere_with_other_sizes",
     "resuming with another number of samples is an error": "test_consistency.py::"
     "test_an_epoch_is_not_resumed_over_data_of_another_length",
-    "an error ends all processes and names its rank": "test_processes.py::"
+    "an error ends all processes and names its rank": "test_launched_jobs.py::"
     "test_a_failing_rank_ends_the_job_with_its_traceback",
-    "an object of any process, in a group": "test_processes.py::test_processes_gather_broadcast_and_wait",
-    "objects of the processes of a group": "test_processes.py::test_processes_gather_broadcast_and_wait",
+    "an object of any process, in a group": "test_communication.py::"
+    "test_objects_are_gathered_and_broadcast_in_any_group",
+    "objects of the processes of a group": "test_communication.py::"
+    "test_objects_are_gathered_and_broadcast_in_any_group",
     "the precision of mixed precision": "test_mixed_precision.py::test_mixed_precision_equals_a_hand_written_loop",
     "a gradient scaler with settings": "test_exactness.py::test_clipping_sees_unscaled_gradients",
     "the scale is logged": "test_monitoring.py::test_the_loss_scale_and_its_skipped_updates_are_recorded",
     "the state of the scaler is saved": "test_monitoring.py::test_skipped_updates_are_counted_over_a_resume",
-    "distributed, device and precision are set from outside": "test_processes.py::"
+    "distributed, device and precision are set from outside": "test_launched_jobs.py::"
     "test_the_first_example_runs_unchanged_on_two_processes",
     "a switch between eager and compiled": "test_model_options.py::"
     "test_a_model_compiled_in_place_trains_like_the_plain_one",
