@@ -96,7 +96,7 @@ from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import CompiledForwardLike, Run, Step
 from pytorch_accel_lite.run.run_data import DataArguments
-from pytorch_accel_lite.run.scheduler_steps import step_after_epoch, step_timms_after_epoch
+from pytorch_accel_lite.run.scheduler_steps import step_after_epoch
 from pytorch_accel_lite.run.step_division import create_division
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.placeholders import (
@@ -1396,7 +1396,21 @@ class TrainerWithTimmScheduler(Trainer):
         self.scheduler.step_update(num_updates=num_updates)
 
     def _step_after_epoch(self) -> None:
-        step_timms_after_epoch(self)
+        """Step the scheduler after an epoch: if the run evaluates, a plateau schedule only after its evaluations."""
+        run, scheduler, epoch = self.current_run, self.scheduler, self.progress.epoch
+        if scheduler is None:
+            return
+        is_evaluated = run.evaluation_interval is None or run.evaluation_is_due
+        loss = next(iter(run.recorded_losses.values()), None) if is_evaluated else None
+        follows_loss = hasattr(scheduler, "lr_scheduler")  # timm's plateau schedule, which wraps that of torch
+        if loss is not None or not follows_loss or epoch <= scheduler.warmup_t:
+            scheduler.step(epoch, loss)
 
     def _check_scheduler(self, request: RunRequest) -> None:
-        scheduling.check_timms_scheduler(self, request)
+        """Check the scheduler, and that the run does not say when it is stepped."""
+        scheduling.check_scheduler(self, request, steps_itself=True)
+        if request.scheduler_interval != "update":
+            raise ValueError(
+                f"scheduler_interval={request.scheduler_interval!r}: TrainerWithTimmScheduler steps timm's schedulers "
+                "after both updates and epochs, as needed. Omit scheduler_interval and scheduler_metric."
+            )

@@ -36,16 +36,6 @@ from pytorch_accel_lite.schedulers.placeholders import Placeholder, replace_trai
 from pytorch_accel_lite.schedulers.schedule_arguments import check_factory
 
 
-def check_timms_scheduler(trainer: TrainerLike, request: RunRequest) -> None:
-    """Check the scheduler of a ``TrainerWithTimmScheduler``, and that the run does not say when it is stepped."""
-    check_scheduler(trainer, request, steps_itself=True)
-    if request.scheduler_interval != "update":
-        raise ValueError(
-            f"scheduler_interval={request.scheduler_interval!r}: TrainerWithTimmScheduler steps timm's schedulers "
-            "after both updates and epochs, as needed. Omit scheduler_interval and scheduler_metric."
-        )
-
-
 def check_scheduler(trainer: TrainerLike, request: RunRequest, steps_itself: bool) -> None:
     """Check that the scheduler can be stepped as a run requests, and is given a metric if and only if it takes one.
 

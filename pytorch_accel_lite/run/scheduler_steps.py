@@ -25,15 +25,3 @@ def step_after_epoch(trainer: TrainerLike) -> None:
     has_metric = request.scheduler_metric is None or run.evaluation_is_due or not run.data.all_eval_loaders
     if each_epoch and has_metric:
         trainer.scheduler_step()
-
-
-def step_timms_after_epoch(trainer: TrainerLike) -> None:
-    """Step a scheduler of timm after an epoch: if the run evaluates, a plateau schedule only after its evaluations."""
-    run, scheduler, epoch = trainer.current_run, trainer.scheduler, trainer.current_run.progress.epoch
-    if scheduler is None:
-        return
-    is_evaluated = run.evaluation_interval is None or run.evaluation_is_due
-    loss = next(iter(run.recorded_losses.values()), None) if is_evaluated else None
-    follows_loss = hasattr(scheduler, "lr_scheduler")  # timm's plateau schedule, which wraps that of torch
-    if loss is not None or not follows_loss or epoch <= scheduler.warmup_t:
-        scheduler.step(epoch, loss)
