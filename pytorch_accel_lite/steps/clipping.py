@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.amp.grad_scaler import OptState
 
@@ -19,9 +17,6 @@ from pytorch_accel_lite.optimizers.optimizer_steps import states_of_scaler
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import ClippingOrder, Run, TrainerLike
 from pytorch_accel_lite.run.trained_objects import updated_parameters
-
-#: Returns the total norm of gradients.
-NormFunction: TypeAlias = Callable[[Iterable[torch.Tensor]], torch.Tensor]
 
 
 def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
@@ -41,12 +36,9 @@ def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
             order = run.training_step.clipping_order = ClippingOrder(ids, _in_model_order(clipped, trainer.model))
         clipped = order.parameters
     if in_shards or are_sharded(clipped) or trainer.division.has_fixed_shares:
-        run.training_step.gradient_norm = clip_shards(
-            accelerator, clipped, value, norm, _norm_function(trainer, clipped)
-        )
+        run.training_step.gradient_norm = clip_shards(trainer, clipped, value, norm)
         return
-    # Each of Accelerate's functions unscales gradients, which a scaler refuses the second time.
-    with _unscaled(trainer) if accelerator.scaler is not None else nullcontext():
+    with _unscaled(trainer):
         if value is not None:
             accelerator.clip_grad_value_(clipped, value)
         if norm is not None:
@@ -79,16 +71,13 @@ def _clip_norm(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tens
 def total_norm(trainer: TrainerLike) -> torch.Tensor:
     """Return the total norm of the gradients of an update, before they are clipped; computed once per update."""
     run = trainer.current_run
-    if run.training_step.gradient_norm is None:
+    step = run.training_step
+    if step.gradient_norm is None:
         # If optimizers are updated one by one, the gradients of this one are unscaled already.
-        updates_all = not run.training_step.updates_one_by_one
-        if updates_all and trainer.accelerator.scaler is not None:
+        if trainer.accelerator.scaler is not None and not step.updates_one_by_one:
             unscale(trainer)
-        optimized = optimized_parameters(run.training_step.optimizer_to_update(trainer, run))
-        gradients = [parameter.grad for parameter in optimized if parameter.grad is not None]
-        run.training_step.gradient_norm = _norm_function(trainer, optimized)(gradients)
-    norm: torch.Tensor = run.training_step.gradient_norm
-    return norm
+        step.gradient_norm = _norm_of(trainer, optimized_parameters(step.optimizer_to_update(trainer, run)))
+    return step.gradient_norm
 
 
 def unscale(trainer: TrainerLike) -> None:
@@ -108,29 +97,35 @@ def clip_after_norm(trainer: TrainerLike, run: Run) -> None:
     """
     is_read = bool(trainer.callback_handler.listeners["on_optimizer_step_start"])
     norm = total_norm(trainer) if is_read else None
-    with _unscaled(trainer) if trainer.accelerator.scaler is not None else nullcontext():
+    with _unscaled(trainer):
         trainer.clip_gradients()
     if norm is not None:
         run.training_step.gradient_norm = norm
 
 
-@contextmanager
-def _unscaled(trainer: TrainerLike) -> Iterator[None]:
-    """Within a block, gradients are unscaled, and Accelerate's functions that clip do not unscale them again."""
+def _unscaled(trainer: TrainerLike) -> AbstractContextManager[None]:
+    """Unscale the gradients; in the context that is returned, functions of Accelerate that clip do not do so again.
+
+    A scaler refuses it the second time.
+    """
+    if trainer.accelerator.scaler is None:
+        return nullcontext()
     if not trainer.current_run.training_step.updates_one_by_one:  # such a step has unscaled them
         unscale(trainer)
-    with replacing_method(trainer.accelerator, "unscale_gradients", lambda optimizer=None: None):
-        yield
+    return replacing_method(trainer.accelerator, "unscale_gradients", lambda optimizer=None: None)
 
 
-def _norm_function(trainer: TrainerLike, parameters: list[torch.nn.Parameter]) -> NormFunction:
-    """Return the function that computes the total norm of the gradients of some parameters."""
+def _norm_of(trainer: TrainerLike, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    """Return the total norm of the gradients of some parameters."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if trainer.division.has_fixed_shares:
-        return partial(trainer.division.total_norm, ranks=trainer.ranks)
-    return total_norm_of_shards if are_sharded(parameters) else torch.nn.utils.get_total_norm
+        return trainer.division.total_norm(gradients, trainer.ranks)
+    if are_sharded(parameters):
+        return _norm_of_shards(gradients)
+    return torch.nn.utils.get_total_norm(gradients)
 
 
-def total_norm_of_shards(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+def _norm_of_shards(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the total norm of gradients, the same on all processes, as a plain tensor.
 
     torch computes norms only within one mesh, so the norms of all meshes are combined.
@@ -144,26 +139,17 @@ def total_norm_of_shards(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def clip_shards(
-    accelerator: Accelerator,
-    parameters: Iterable[torch.nn.Parameter],
-    value: float | None,
-    norm: float | None,
-    norm_of: NormFunction,
+    trainer: TrainerLike, parameters: list[torch.nn.Parameter], value: float | None, norm: float | None
 ) -> torch.Tensor | None:
-    """Clip gradients as ``clip_grad_value_`` and ``clip_grad_norm_`` do; return the norm before clipping it.
-
-    Args:
-        norm_of: returns the total norm of gradients
-    """
+    """Clip gradients as ``clip_grad_value_`` and ``clip_grad_norm_`` do; return the norm before clipping it."""
     # Accelerate compares the parameters with those of every model it prepared, which fails if there are several.
-    accelerator.unscale_gradients()
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    shards = [local_shard(gradient) for gradient in gradients]
+    trainer.accelerator.unscale_gradients()
+    shards = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if value is not None:
         torch._foreach_clamp_min_(shards, -value)
         torch._foreach_clamp_max_(shards, value)
     if norm is None:
         return None
-    total = norm_of(gradients)
+    total = _norm_of(trainer, parameters)
     torch._foreach_mul_(shards, torch.clamp(norm / (total + 1e-6), max=1.0))
     return total
