@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.types import StateDict, Tree
+from pytorch_accel_lite.base.types import StateDict
 
 _COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # a whole part of a name
 
@@ -103,21 +103,6 @@ def mixed_precision(accelerator: Accelerator) -> AbstractContextManager[None]:
     Casts of weights are not cached from one call to the next: a step may train a critic and then use it.
     """
     return _autocast(accelerator) if accelerator.native_amp else _NO_CONTEXT
-
-
-def in_mixed_precision(accelerator: Accelerator, compute: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
-    """Return a function that computes under autocast if the accelerator uses mixed precision, else the same function.
-
-    Entering an empty context for each batch would cost time.
-    """
-    if not accelerator.native_amp:
-        return compute
-
-    def compute_under_autocast(data: Tree) -> Tree:
-        with _autocast(accelerator):
-            return compute(data)
-
-    return compute_under_autocast
 
 
 @contextmanager

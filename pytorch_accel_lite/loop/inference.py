@@ -9,8 +9,9 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
+from accelerate import Accelerator
 
-from pytorch_accel_lite.base.modules import in_mixed_precision, reshard, unwrap
+from pytorch_accel_lite.base.modules import mixed_precision, reshard, unwrap
 from pytorch_accel_lite.base.random_generators import preserving_generators
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import Tree
@@ -91,7 +92,7 @@ def compute_batches(
 ) -> Iterator[tuple[Batch, Tree]]:
     """Yield each batch with its output from a step method, or with ``SKIPPED`` if the batch failed and is skipped."""
     listeners = trainer.callback_handler.listeners
-    compute_batch = partial(_compute, in_mixed_precision(trainer.accelerator, compute), is_evaluation)
+    compute_batch = partial(_compute, trainer.accelerator, compute, is_evaluation)
     run.batch_number = 0
     batches = restoring_mode_between_batches(trainer, run, batches, "evaluation" if is_evaluation else "prediction")
     for number, batch in enumerate(batches, start=1):
@@ -110,8 +111,12 @@ def compute_batches(
     run.batch_number = None
 
 
-def _compute(compute: Compute, is_evaluation: bool, batch: Batch) -> Tree:
-    output = compute(batch.data)
+def _compute(accelerator: Accelerator, compute: Compute, is_evaluation: bool, batch: Batch) -> Tree:
+    if accelerator.native_amp:
+        with mixed_precision(accelerator):
+            output = compute(batch.data)
+    else:  # entering an empty context costs time
+        output = compute(batch.data)
     if is_evaluation:
         complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
     return output
