@@ -91,15 +91,11 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
         ValueError: if the run uses features that do not work together, or of an extension that is missing
     """
     features = find_features(trainer, run)
-    _disable_compilation_if_it_conflicts(trainer, run)
+    if trainer.compiled_forward is not None and (conflict := COMPILED.find_conflict(trainer, run)):
+        trainer.compiled_forward.disable(f"with {conflict.other.name}, {conflict.reason}")
     step = _choose_kind(trainer, run, features)(trainer, run)
     step.begin_replicas(trainer, run)
     return step
-
-
-def _disable_compilation_if_it_conflicts(trainer: TrainerLike, run: Run) -> None:
-    if trainer.compiled_forward is not None and (conflict := COMPILED.find_conflict(trainer, run)):
-        trainer.compiled_forward.disable(f"with {conflict.other.name}, {conflict.reason}")
 
 
 def _choose_kind(trainer: TrainerLike, run: Run, features: Sequence[Feature]) -> Callable[[TrainerLike, Run], Step]:
@@ -143,13 +139,13 @@ FP16 = Feature("mixed_precision='fp16'", lambda trainer, run: trainer.accelerato
 
 
 def _recomputes_gradients(trainer: TrainerLike, run: Run) -> bool:
-    """Whether the trainer's class declares or seems to recompute gradients. Only then are batches kept."""
-    declared = trainer.recomputes_gradients
-    return _mentions_recompute_gradients(trainer, run) if declared is None else declared
+    """Whether the trainer's class says that updates recompute gradients. Only then are batches kept.
 
-
-def _mentions_recompute_gradients(trainer: TrainerLike, run: Run) -> bool:
-    """Whether ``optimizer_step`` is overridden, and a method of the user's classes mentions ``recompute_gradients``."""
+    If it says nothing: whether ``optimizer_step`` is overridden, and a method of the user's classes mentions
+    ``recompute_gradients``.
+    """
+    if trainer.recomputes_gradients is not None:
+        return trainer.recomputes_gradients
     if "optimizer_step" not in run.overridden:
         return False
     values = [
