@@ -115,10 +115,7 @@ class EarlyStoppingCallback(MetricWatcher):
         """Note whether a value is an improvement, and stop the run when patience is used up."""
         if self._watched.improvement(metric, self.best_metric) > 0:
             self.best_metric = metric
-        reference = self._reference
-        is_relative = self.threshold_mode == "relative" and reference is not None and math.isfinite(reference)
-        unit = abs(reference) if reference is not None and is_relative else 1.0  # finite values beat an infinite one
-        if self._watched.improvement(metric, reference) > self.early_stopping_threshold * unit:
+        if self._watched.improvement(metric, self._reference) > self._threshold_on(self._reference):
             self._reference = metric
             self.early_stopping_patience_counter = 0
             self._has_improved = True
@@ -126,6 +123,12 @@ class EarlyStoppingCallback(MetricWatcher):
         self._without_improvement = metric
         if self.patience_in == "evaluations":
             self._count_patience(metric)
+
+    def _threshold_on(self, reference: float | None) -> float:
+        """Return the change that an improvement on a value must exceed. Finite values improve on an infinite one."""
+        if self.threshold_mode == "absolute" or reference is None or not math.isfinite(reference):
+            return self.early_stopping_threshold
+        return self.early_stopping_threshold * abs(reference)
 
     def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_training_run_epoch_end(trainer)
@@ -177,10 +180,10 @@ class EarlyStoppingCallback(MetricWatcher):
 
     def _small_gain(self, gain: float, reference: float) -> str:
         """Describe an improvement that is too small, and the threshold."""
-        threshold, is_relative = self.early_stopping_threshold, self.threshold_mode == "relative"
+        threshold = self.early_stopping_threshold
         change = f"{100 * gain / abs(reference or 1):.2g} %"
-        below = "less" if gain < threshold * (abs(reference) if is_relative else 1.0) else "not more"
-        if is_relative:
+        below = "less" if gain < self._threshold_on(reference) else "not more"
+        if self.threshold_mode == "relative":
             return f"{change}, {below} than {100 * threshold:.6g} % (early_stopping_threshold)"
         share = f" ({change})" if reference else ""
         return f"{gain:.3g}{share}, {below} than {threshold:.6g} (early_stopping_threshold)"

@@ -69,22 +69,21 @@ class TerminateOnNaNCallback(TrainerCallback):
         latest = run.loss_trackers["loss"].loss_value
         if isinstance(latest, float) and math.isfinite(latest):
             return  # a loss in host memory has already been read
-        losses = {"loss": batch_output["loss"], **batch_output.get("losses", {})}
+        raw = batch_output["loss"].detach()
+        losses = {"loss": raw, **{name: loss.detach() for name, loss in batch_output.get("losses", {}).items()}}
         if "num_items_in_batch" in batch_output:
             items: Count = batch_output["num_items_in_batch"]
             of_parts = run.loss_trackers.num_items
             losses = {name: mean_that_counts(loss, of_parts.get(name, items)) for name, loss in losses.items()}
         step = trainer.progress.step - 1
-        of_step = {name: loss.detach() for name, loss in losses.items()}
-        raw = batch_output["loss"].detach() if "num_items_in_batch" in batch_output else of_step["loss"]
-        found = _StepLosses(step, of_step, raw)
+        found = _StepLosses(step, losses, raw)
         if isinstance(latest, float):
             self._search(trainer, [found])
             self._check_empty(trainer, step)
             return
         self._recent.append(found)
         if step % self.LOOK_EVERY == 0:
-            self._look(trainer, losses["loss"].device)
+            self._look(trainer, raw.device)
 
     def _look(self, trainer: TrainerLike, device: torch.device) -> None:
         """Check the losses copied some steps ago, if the copy has arrived, and start to copy those since."""
