@@ -562,13 +562,7 @@ class Trainer:
                 already, or a file is closed or cannot be written
         """
         saving.save_checkpoint(
-            self,
-            save_path,
-            checkpoint_kwargs,
-            save_optimizer,
-            save_scheduler,
-            save_per_node,
-            trainable_only=trainable_only,
+            self, save_path, checkpoint_kwargs, save_optimizer, save_scheduler, save_per_node, trainable_only
         )
 
     def load_checkpoint(
@@ -668,15 +662,7 @@ class Trainer:
             RuntimeError: within a step or an accumulation window, even if the run was interrupted there, or in an epoch
                 whose order does not follow from a seed
         """
-        saving.save_training_state(
-            self,
-            output_dir,
-            checkpoint_kwargs,
-            writer=writer,
-            then=then,
-            created_weights=created_weights,
-            sharded=sharded,
-        )
+        saving.save_training_state(self, output_dir, checkpoint_kwargs, writer, then, created_weights, sharded)
 
     def load_training_state(self, input_dir: StrPath) -> StateDict:
         """Load a training state into the trainer. To resume a run, use ``train(resume_from=...)``, which calls this.

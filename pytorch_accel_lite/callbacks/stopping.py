@@ -70,14 +70,13 @@ class EarlyStoppingCallback(MetricWatcher):
         baseline: float | None = None,
     ) -> None:
         super().__init__(watch_metric, greater_is_better, reset_on_train)
-        threshold = _number("early_stopping_threshold", early_stopping_threshold)
-        if not 0 <= threshold < math.inf:
+        self.early_stopping_threshold = _number("early_stopping_threshold", early_stopping_threshold)
+        if not 0 <= self.early_stopping_threshold < math.inf:
             raise ValueError(f"early_stopping_threshold={early_stopping_threshold!r} must be 0 or more, and finite.")
         self.baseline = None if baseline is None else _number("baseline", baseline)
         if self.baseline is not None and math.isnan(self.baseline):
             raise ValueError(f"baseline={baseline!r} must be a number: nothing is better than NaN. Omit it for none.")
         self.early_stopping_patience = check_positive_int("early_stopping_patience", early_stopping_patience)
-        self.early_stopping_threshold = threshold
         self.threshold_mode = check_choice("threshold_mode", threshold_mode, ("absolute", "relative"))
         self.patience_in = check_choice("patience_in", patience_in, ("epochs", "evaluations"))
         self._run: Run | None = None

@@ -116,7 +116,6 @@ def save_checkpoint(
     save_optimizer: bool,
     save_scheduler: bool,
     save_per_node: bool,
-    *,
     trainable_only: bool,
 ) -> None:
     """Carry out ``Trainer.save_checkpoint()``."""
@@ -304,7 +303,6 @@ def save_training_state(
     trainer: TrainerLike,
     output_dir: StrPath,
     checkpoint_kwargs: StateDict | None,
-    *,
     writer: BackgroundWriter | None,
     then: Callable[[], None] | None,
     created_weights: Mapping[str, int] | None,

@@ -45,12 +45,7 @@ def step_or_tell_scaler(trainer: TrainerLike) -> None:
     before = states_of_scaler(scaler)  # which it replaces once an update has been made
     if not step.skips_update:
         trainer.optimizer_step()  # if it is overridden, it may skip the update
-    is_told = states_of_scaler(scaler) is not before
-    if not step.skips_update or is_told or _has_no_gradients(trainer):
-        return
-    unscale(trainer)
-    scaler.update()
-
-
-def _has_no_gradients(trainer: TrainerLike) -> bool:
-    return all(parameter.grad is None for parameter in optimized_parameters(trainer.optimizer))
+    was_told = states_of_scaler(scaler) is not before
+    if step.skips_update and not was_told and any(p.grad is not None for p in optimized_parameters(trainer.optimizer)):
+        unscale(trainer)
+        scaler.update()

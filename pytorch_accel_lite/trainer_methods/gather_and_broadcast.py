@@ -85,10 +85,8 @@ def broadcast_object(self: TrainerLike, obj: T, source: int = 0, group: dist.Pro
         if source not in range(self.ranks.world_size):
             raise ValueError(f"source={source!r} must be a rank of the job: 0 to {self.ranks.world_size - 1}.")
         if source:
-            sent: list[T | None] = self.ranks.all_gather_object(obj if self.ranks.rank == source else None)
-            return cast(T, sent[source])
-        first: T = self.ranks.result_of_first(lambda: obj)
-        return first
+            return cast(T, self.ranks.all_gather_object(obj if self.ranks.rank == source else None)[source])
+        return self.ranks.result_of_first(lambda: obj)
 
 
 def all_gather_object(self: TrainerLike, obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -101,8 +99,7 @@ def all_gather_object(self: TrainerLike, obj: T, group: dist.ProcessGroup | None
     """
     with naming_call(self.ranks, "all_gather_object()"):
         if group is None:
-            gathered: list[T] = self.ranks.all_gather_object(obj)
-            return gathered
+            return self.ranks.all_gather_object(obj)
         messages: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(messages, encode(obj), group)
         return [decode(message) for message in messages]
