@@ -165,11 +165,10 @@ class EarlyStoppingCallback(MetricWatcher):
         summary = f"Best {'none' if best is None else f'{best:.6g}'}, {self._watched.direction}."
         if best is not None and reference is not None and (gain := self._watched.improvement(best, reference)) > 0:
             improved = f"has improved by {self._small_gain(gain, reference)}, in {during}. {summary}"
-            if self.threshold_mode == "relative" or gain <= _CLEAR_CHANGE * abs(reference):
-                return improved
-            # The metric clearly improves, but is too small for the threshold.
-            instead = 'pass early_stopping_threshold=0, or threshold_mode="relative"'
-            return f"{improved} To train on while it improves, {instead}."
+            # The metric may clearly improve, but be too small for the threshold.
+            is_clear = self.threshold_mode == "absolute" and gain > _CLEAR_CHANGE * abs(reference)
+            advice = ' To train on while it improves, pass early_stopping_threshold=0, or threshold_mode="relative".'
+            return improved + advice if is_clear else improved
         on = f" on the baseline {reference:.6g}" if reference is not None and self._is_baseline() else ""
         return f"has not improved{on} for {during}. {summary}"
 

@@ -33,11 +33,10 @@ from pytorch_accel_lite.base.warnings_and_errors import add_note, notes_of, warn
 
 __all__ = [
     "add_note", "arguments_of", "check_bool", "check_choice", "check_dict", "check_function", "check_int",
-    "check_module", "check_names", "check_number", "check_positive_int", "check_positive_number",
-    "check_range", "check_text", "checked_by", "checked_calls", "describe_error", "did_you_mean", "events_meant",
-    "install_command", "is_from_this_package", "is_in_this_package", "is_overridden", "library_attributes",
-    "may_differ", "missing_extension_text", "notes_of", "optional", "parse_location", "suggest",
-    "warn_outside",
+    "check_module", "check_names", "check_number", "check_positive_int", "check_positive_number", "check_range",
+    "check_text", "checked_by", "checked_calls", "describe_error", "did_you_mean", "events_meant", "install_command",
+    "is_from_this_package", "is_in_this_package", "is_overridden", "library_attributes", "may_differ",
+    "missing_extension_text", "notes_of", "optional", "parse_location", "suggest", "warn_outside",
 ]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])

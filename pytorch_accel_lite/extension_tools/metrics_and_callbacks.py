@@ -117,7 +117,7 @@ def is_monitor(name: str) -> bool:
 def _monitor(name: str) -> MetricPanel | None:
     for start, (title, unit) in MONITORS.items():
         if name == start or name.startswith(f"{start}_"):
-            label = re.sub("_mib$", "", name.removeprefix(start)).strip("_").replace("_", " ")
+            label = name.removeprefix(start).removesuffix("_mib").strip("_").replace("_", " ")
             label = {"data max": "data, slowest process", "": title, "epoch": title}.get(label, label)
             return MetricPanel(title, unit, True, f"group {label}" if label.isdigit() else escape_unprintable(label))
     return None

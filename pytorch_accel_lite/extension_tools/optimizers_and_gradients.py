@@ -45,12 +45,11 @@ from pytorch_accel_lite.steps.clipping import clip_after_norm, total_norm
 
 __all__ = [
     "Count", "CreateScheduler", "Options", "ParamGroup", "Rate", "TrainerOptimizer", "WindowCounts",
-    "all_optimized_parameters",
-    "all_registered_objects", "as_weight", "average_gradients", "buffers_in", "clip_after_norm", "current_rates",
-    "evaluating_optimizers", "format_rates", "group_names", "initial_options", "is_created", "layer_scales",
-    "learning_rates", "needs_closure", "no_sync_within_window", "not_optimized", "optimized_parameters",
-    "other_modules", "other_optimizers", "parameters_not_in_model", "parts_of_optimizer", "scheduled_options",
-    "schedulers_in", "set_optimizer_modes", "set_option", "sync_ddp_buffers", "total_norm",
+    "all_optimized_parameters", "all_registered_objects", "as_weight", "average_gradients", "buffers_in",
+    "clip_after_norm", "current_rates", "evaluating_optimizers", "format_rates", "group_names", "initial_options",
+    "is_created", "layer_scales", "learning_rates", "needs_closure", "no_sync_within_window", "not_optimized",
+    "optimized_parameters", "other_modules", "other_optimizers", "parameters_not_in_model", "parts_of_optimizer",
+    "scheduled_options", "schedulers_in", "set_optimizer_modes", "set_option", "sync_ddp_buffers", "total_norm",
 ]  # fmt: skip
 
 

@@ -3,6 +3,4 @@
 from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
 
-__all__ = [
-    "JsonObject", "StateDict", "StrPath", "Tree",
-]  # fmt: skip
+__all__ = ["JsonObject", "StateDict", "StrPath", "Tree"]
