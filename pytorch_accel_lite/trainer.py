@@ -78,7 +78,6 @@ from pytorch_accel_lite.optimizers.optimizer_parts import (
     OptimizerFactory,
     Optimizers,
     SchedulerFactory,
-    TrainerOptimizer,
     TrainerScheduler,
     is_created,
 )
@@ -94,7 +93,7 @@ from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
-from pytorch_accel_lite.run.run import CompiledForwardLike, Run, Step
+from pytorch_accel_lite.run.run import Run, Step
 from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.scheduler_steps import step_after_epoch
 from pytorch_accel_lite.run.step_division import create_division
@@ -274,7 +273,7 @@ class Trainer:
         arguments_and_datasets.check_constructor(loss_func, optimizer, seed)
         self.model = model
         self.loss_func = loss_func
-        self.optimizer: TrainerOptimizer = optimizer_factories.combine_or_defer(optimizer)
+        self.optimizer = optimizer_factories.combine_or_defer(optimizer)
         self._callbacks = callbacks
         self.callback_handler = self._create_callback_handler()
         if metrics is not None:
@@ -283,7 +282,7 @@ class Trainer:
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
         self._set_up_accelerator(accelerator, mixed_precision, find_unused_parameters)
         self.seed = None if seed is None else int(seed)  # generators reject numpy's integers
-        self.compile_model: bool | Literal["blocks"] | dict[str, Any] = compile_model
+        self.compile_model = compile_model
         self.activation_checkpointing = activation_checkpointing
         self.channels_last, self.check_replicas, self.deterministic = channels_last, check_replicas, deterministic
         self.scheduler: TrainerScheduler = None
@@ -295,9 +294,7 @@ class Trainer:
         self.current_run.data.seed = self.seed
         self.division = create_division("logical_processes", logical_processes, self.ranks, self.seed)
         self._batch_adapter = BatchAdapter(model)
-        self.compiled_forward: CompiledForwardLike | None = model_setup.create_compiled_forward(
-            self, compile_step, self._batch_adapter
-        )
+        self.compiled_forward = model_setup.create_compiled_forward(self, compile_step, self._batch_adapter)
         model_setup.apply_block_options(self)
         shutdown.register(self)
         vars(self)[LIBRARY_ATTRIBUTES] = vars(self).keys() - before
