@@ -34,7 +34,7 @@ class Key(Enum):
     MOST_PROCESSES = "most"
     #: Set by a run whose model is sharded: its program restarts when its processes change.
     SHARDED = "sharded"
-    #: A counter, with which a process asks for a new generation if a connection is lost although no process has ended.
+    #: By generation: a process asks for the next one, as a connection is lost although no process has ended.
     LOST_CONNECTIONS = "asked"
     #: From a newcomer to all: the number of the training that it waits to join.
     READY = "ready"
@@ -154,10 +154,6 @@ class JobStore:
         """Delete the files stored by ``put_folder()``."""
         for part in range(int(self.get(key, *numbers) or 0)):
             self.store.delete_key(_path(key, *numbers, part))
-
-    def count(self, key: Key, more: int = 0) -> int:
-        """Add to a counter, and return it."""
-        return int(self.store.add(_path(key), more))
 
 
 def _path(key: Key, *numbers: int) -> str:

@@ -207,7 +207,7 @@ class Membership:
         except (RuntimeError, dist.DistError):
             self._tried = number
             self.disconnect()
-            self.store.count(Key.LOST_CONNECTIONS, 1)
+            self.store.put(Key.LOST_CONNECTIONS, "", number)
             return None
         return generation
 
@@ -478,12 +478,14 @@ class Membership:
         deadline = time.monotonic() + (_SECONDS_TO_FOLLOW if is_of_connection else 0.0)
         if is_of_connection:
             self.disconnect()  # so that all other processes notice, too
-            self.store.count(Key.LOST_CONNECTIONS, 1)
+            self.store.put(Key.LOST_CONNECTIONS, "", self.generation.number)
         while True:
             latest = self.store.latest()
             if latest.number > self.generation.number and (
                 is_of_connection or not set(self.generation.members) <= set(latest.members)
             ):
+                if latest.came:  # they wait for a state from the generation that this process has left
+                    self.store.put(Key.LOST_CONNECTIONS, "", latest.number)
                 return True
             if time.monotonic() >= deadline or self.store.get(Key.ENDING) is not None:
                 return False

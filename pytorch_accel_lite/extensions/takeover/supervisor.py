@@ -117,7 +117,6 @@ class Supervisor:
         self._next_check = self._next_beat = 0.0
         self._signals: list[int] = []
         self._stop: tuple[float, int] | None = None  # when a signal ended the job, and its number
-        self._failed_connections = 0
         self._connections_failed_at = 0.0
         self._change: tuple[float, str] | None = (
             None  # when a process was lost, and its description, until the others continue
@@ -280,7 +279,7 @@ class Supervisor:
             self._kill(self._processes.values(), signal.SIGKILL)
             return
         if any(process.number in self._generation.members for process in processes):
-            self._publish([number for number in members if self._processes[number].is_member])
+            self._publish_members()
         self._note_change(what)
         for process in processes:
             if self._replaces and process.machine.channel.is_open:
@@ -320,13 +319,17 @@ class Supervisor:
         machines = [self._processes[number].machine.number for number in every]
         self._generation = Generation(self._generation.number + 1, every, machines, list(came))
         self._store.publish(self._generation)
-        self._are_there = False
+        self._are_there, self._connections_failed_at = False, 0.0
         for machine in self._machines.values():
             if machine.channel.is_open:
                 machine.channel.send(wake=True)
-        self._failed_connections, self._connections_failed_at = self._store.count(Key.LOST_CONNECTIONS), 0.0
         for number in members:
             self._processes[number].is_member = True
+
+    def _publish_members(self) -> None:
+        """Begin a generation with the members that are left, without newcomers that have not arrived."""
+        processes = map(self._processes.get, self._generation.members)
+        self._publish([process.number for process in processes if process is not None and process.is_member])
 
     def _rank_of(self, process: Process) -> str:
         members = self._generation.members
@@ -359,8 +362,8 @@ class Supervisor:
             _log(f"{what}. {_counted(count)} after {now - begin:.2f} s.")
         if self._have_arrived():
             self._count_newcomers()
+        if not self._regroup_if_connections_failed(now) and self._have_arrived():
             self._admit_newcomers()
-        self._regroup_if_connections_failed(now)
         if self._patience and now >= self._next_check:
             self._next_check = now + _SECONDS_BETWEEN_CHECKS
             self._end_stuck(now)
@@ -426,13 +429,18 @@ class Supervisor:
             _log(f"{self._change[1]}.")
         self._change = time.monotonic(), what
 
-    def _regroup_if_connections_failed(self, now: float) -> None:
-        """Begin a generation with the same processes if connections were lost although no process has ended."""
-        if self._store.count(Key.LOST_CONNECTIONS) <= self._failed_connections:
-            return
+    def _regroup_if_connections_failed(self, now: float) -> bool:
+        """Begin a generation with the same members if connections were lost although no process has ended.
+
+        Returns:
+            whether connections were lost
+        """
+        if self._store.get(Key.LOST_CONNECTIONS, self._generation.number) is None:
+            return False
         self._connections_failed_at = self._connections_failed_at or now
         if now - self._connections_failed_at > _SECONDS_TO_DIE:
-            self._publish([number for number in self._generation.members if number in self._processes])
+            self._publish_members()
+        return True
 
 
 def _as_exit_code(code: int) -> int:
