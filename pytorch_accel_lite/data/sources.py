@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -68,6 +68,13 @@ class TrainingOrder(ABC):
 Data = Dataset[Sample] | DataLoader[Sample] | OwnShard | IndexedData
 #: Data, or several data by name.
 NamedData = Data | Mapping[str, Data]
+
+
+def is_named(data: object) -> TypeGuard[Mapping[str, Source]]:
+    """Whether data are several data by name: a dict, or another mapping of names that is no dataset itself."""
+    if isinstance(data, Mapping) and not isinstance(data, (dict, Dataset)):
+        return all(isinstance(name, str) for name in data)
+    return isinstance(data, dict)
 
 
 def is_loader(data: object) -> bool:
