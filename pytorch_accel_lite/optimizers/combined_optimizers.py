@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
@@ -44,12 +44,6 @@ class CombinedOptimizer(NamedParts[Optimizer], Optimizer):
         common = {name: value for name, value in first.items() if all(name in other for other in others)}
         # Unlike Optimizer.__init__, this sets up everything except parameter groups.
         super().__setstate__({"_parts": parts, "defaults": common})
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
 
     @property
     def param_groups(self) -> list[ParamGroup]:  # type: ignore[override]
@@ -167,12 +161,12 @@ class CombinedOptimizer(NamedParts[Optimizer], Optimizer):
         return f"{type(self).__name__}({', '.join(f'{name}={part!r}' for name, part in self._parts.items())})"
 
 
-class AcceleratedCombinedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+class AcceleratedCombinedOptimizer(NamedParts[Optimizer], AcceleratedOptimizer):  # type: ignore[misc]
     """Accelerate's wrapper of a ``CombinedOptimizer``, with access to its parts by name."""
 
-    def __getitem__(self, name: str) -> Optimizer:
-        part: Optimizer = self.optimizer[name]
-        return part
+    @property
+    def _parts(self) -> dict[str, Optimizer]:  # type: ignore[override]
+        return self.optimizer.parts  # type: ignore[no-any-return]
 
 
 class CombinedScheduler(NamedParts[SchedulerLike]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeAlias, TypeGuard, TypeVar
 
 import torch
@@ -50,6 +50,12 @@ class NamedParts(Generic[T]):
         if name not in self._parts:
             raise KeyError(f"There is no optimizer {name!r}, only {', '.join(map(repr, self._parts))}.")
         return self._parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
 
     @property
     def parts(self) -> dict[str, T]:

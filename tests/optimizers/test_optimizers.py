@@ -257,6 +257,17 @@ def test_a_list_of_optimizers_is_numbered():
         trainer.optimizer["rest"]
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])  # Accelerate wraps the optimizer only with the latter
+def test_several_optimizers_and_schedulers_give_their_names(precision, no_accelerator):
+    names = []
+    model = float64_model()
+    note = listener(on_train_step_end=lambda trainer, **_: names.append([*trainer.optimizer, *trainer.scheduler]))
+    trainer = adamw_trainer(model, optimizer=two_optimizers(model), callbacks=[note], mixed_precision=precision)
+    trainer.train(DATA, 1, per_device_batch_size=26, create_scheduler_fn=SCHEDULES)
+    assert names == [["matrix", "rest", "rest"]]
+    assert (len(trainer.optimizer), len(trainer.scheduler)) == (2, 1)
+
+
 @only_with_soak
 @pytest.mark.soak
 def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
