@@ -82,6 +82,11 @@ def is_loader(data: object) -> bool:
     return isinstance(data, (DataLoader, OwnShard))
 
 
+def is_prepared(loader: object) -> bool:
+    """Whether Accelerate has prepared a loader, which then gives each process a part of the data."""
+    return any(base.__module__.startswith("accelerate.") for base in type(loader).__mro__)
+
+
 def dataset_of(data: Source) -> Source:
     """Return the dataset that a ``DataLoader`` reads; anything else unchanged."""
     batches = data.batches if isinstance(data, OwnShard) else data

@@ -39,6 +39,7 @@ from pytorch_accel_lite.data.loader_creation import (
 )
 from pytorch_accel_lite.data.map_loader import DATA_MARKS, MapLoader, Marks, marks_of
 from pytorch_accel_lite.data.named_datasets import as_one_dataset, check_are_named, sizes_of
+from pytorch_accel_lite.data.order_checks import PASS_OWN_SHARD, checksum_of_indices
 from pytorch_accel_lite.data.outputs import (
     ListOfSamples,
     check_items,
@@ -49,7 +50,6 @@ from pytorch_accel_lite.data.outputs import (
 )
 from pytorch_accel_lite.data.reading import add_missing_note, names_sample, reader_of
 from pytorch_accel_lite.data.sample_order import of_all_processes
-from pytorch_accel_lite.data.samplers import PASS_OWN_SHARD, checksum_of_indices
 from pytorch_accel_lite.data.sources import (
     BatchData,
     BatchOutput,
