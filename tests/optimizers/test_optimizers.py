@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -257,14 +258,20 @@ def test_a_list_of_optimizers_is_numbered():
         trainer.optimizer["rest"]
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])  # Accelerate wraps the optimizer only with the latter
-def test_several_optimizers_and_schedulers_give_their_names(precision, no_accelerator):
-    names = []
+@pytest.mark.parametrize("is_wrapped", [False, True])  # by Accelerate
+def test_several_optimizers_and_schedulers_give_their_names(is_wrapped, request):
+    names, kinds = [], []
+    accelerator = request.getfixturevalue("scaled_accelerator") if is_wrapped else None
+
+    class Note(TrainerCallback):
+        def on_train_step_end(self, trainer, **kwargs):
+            names.extend([*trainer.optimizer, *trainer.scheduler])
+            kinds.append(isinstance(trainer.optimizer, AcceleratedOptimizer))
+
     model = float64_model()
-    note = listener(on_train_step_end=lambda trainer, **_: names.append([*trainer.optimizer, *trainer.scheduler]))
-    trainer = adamw_trainer(model, optimizer=two_optimizers(model), callbacks=[note], mixed_precision=precision)
+    trainer = adamw_trainer(model, optimizer=two_optimizers(model), callbacks=[Note()], accelerator=accelerator)
     trainer.train(DATA, 1, per_device_batch_size=26, create_scheduler_fn=SCHEDULES)
-    assert names == [["matrix", "rest", "rest"]]
+    assert (names, kinds) == (["matrix", "rest", "rest"], [is_wrapped])
     assert (len(trainer.optimizer), len(trainer.scheduler)) == (2, 1)
 
 
