@@ -84,6 +84,12 @@ def single_optimizers(optimizer: TrainerOptimizer) -> dict[str, TrainerOptimizer
     return parts_of_optimizer(optimizer) or {"": optimizer}
 
 
+def unwrapped_parts(optimizer: TrainerOptimizer) -> list[Optimizer]:
+    """Return the parts of a combined optimizer, or one that is not combined, without Accelerate's wrapper."""
+    inner: TrainerOptimizer = getattr(optimizer, "optimizer", optimizer)
+    return list(inner.parts.values()) if isinstance(inner, NamedParts) else [inner]
+
+
 def state_class_names(optimizer: TrainerOptimizer) -> list[list[str]]:
     """Return, for each parameter group, the names of the classes that define its optimizer's state.
 
