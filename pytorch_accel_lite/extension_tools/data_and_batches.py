@@ -29,6 +29,7 @@ from pytorch_accel_lite.data.batches import (
     select_samples,
     to_device,
 )
+from pytorch_accel_lite.data.collected_outputs import ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.loader_base import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.loader_creation import (
     DEFAULT_BATCH_SIZE,
@@ -40,14 +41,7 @@ from pytorch_accel_lite.data.loader_creation import (
 from pytorch_accel_lite.data.map_loader import DATA_MARKS, MapLoader, Marks, marks_of
 from pytorch_accel_lite.data.named_datasets import as_one_dataset, check_are_named, sizes_of
 from pytorch_accel_lite.data.order_checks import PASS_OWN_SHARD, checksum_of_indices
-from pytorch_accel_lite.data.outputs import (
-    ListOfSamples,
-    check_items,
-    complete_output,
-    concatenate,
-    mean_that_counts,
-    to_cpu,
-)
+from pytorch_accel_lite.data.outputs import check_items, complete_output, mean_that_counts
 from pytorch_accel_lite.data.reading import add_missing_note, names_sample, reader_of
 from pytorch_accel_lite.data.sample_order import of_all_processes
 from pytorch_accel_lite.data.sources import (

@@ -21,8 +21,8 @@ from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.base.values import parts_in, tensors_in
 from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.data.batches import Batch, infer_batch_size
+from pytorch_accel_lite.data.collected_outputs import Concatenation, ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.loader_creation import LoaderKwargs
-from pytorch_accel_lite.data.outputs import Concatenation, ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.sources import SamplerLike, Source, is_named
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
