@@ -120,39 +120,39 @@ class _EpochShares:
         planned: deque[_PlannedStep],
     ) -> Iterator[Any]:
         num_shares = self._shares.total
-        least = min(min_share, self.per_step // num_shares)
+        min_count = min(min_share, self.per_step // num_shares)
         run_seed = self._options.seed
         epoch_seed = None if run_seed is None else derive_seed(run_seed, epoch)
         is_seeded = epoch_seed is not None and self.rows is None
         lengths: list[int] = []
         seed = share = None
         steps = self._indices_of_steps(epoch, position) if steps is None else steps
-        for group, is_last in with_last(islice(steps, limit)):
-            indices = group
+        for step, is_last in with_last(islice(steps, limit)):
+            indices = step
             if self._orders.is_batched:
-                indices = list(chain(*group))
-                lengths = [len(batch) for batch in group]
-                least = min(min_share, max(lengths))
+                indices = list(chain(*step))
+                lengths = [len(batch) for batch in step]
+                min_count = min(min_share, max(lengths))
             size = len(indices)
-            shares = [(0, 0, size)] if num_shares == 1 else self._local_shares(size, least, lengths)
-            for place, (number, begin, end) in enumerate(shares, start=1):
+            shares = [(0, 0, size)] if num_shares == 1 else self._local_shares(size, min_count, lengths)
+            for nth, (number, begin, end) in enumerate(shares, start=1):
                 count = end - begin
                 local = indices if count == size else indices[begin:end]
-                first, to_read = (position + begin, local) if count else (position, indices[:least])
+                first, to_read = position + begin, local
+                if not count:  # a filler batch has the first samples of the step
+                    first, to_read = position, indices[:min_count]
                 if epoch_seed is not None:
                     seed = derive_seed(first, after=epoch_seed)
                 if self._options.shares is not None:
-                    share = Share(
-                        number, derive_seed(run_seed or 0, epoch, 0, position), ends_step=place == len(shares)
-                    )
+                    share = Share(number, derive_seed(run_seed or 0, epoch, 0, position), ends_step=nth == len(shares))
                 planned.append(_PlannedStep(seed, count, size, is_last, local, share))
                 yield (seed, epoch_seed, first, to_read) if is_seeded else to_read
             position += size
 
-    def _local_shares(self, size: int, least: int, lengths: list[int]) -> list[tuple[int, int, int]]:
+    def _local_shares(self, size: int, min_count: int, lengths: list[int]) -> list[tuple[int, int, int]]:
         """Return the numbers and bounds of this process's shares of a step. The bounds of a filler batch are equal."""
         every, options = self._shares, self._options
-        shares = [(number, *share_bounds(size, number, every.total, least, lengths)) for number in every.local]
+        shares = [(number, *share_bounds(size, number, every.total, min_count, lengths)) for number in every.local]
         if options.evens_shares:  # a missing share gets the number of the last one
             return shares + [(every.local[-1], size, size)] * every.lacking(self._ranks.world_size)
         has_first = shares[:1] if options.fill else []

@@ -16,7 +16,6 @@ from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 
 #: A loss, or several by name.
 Losses: TypeAlias = torch.Tensor | Mapping[str, torch.Tensor]
-_EXAMPLE = "For example: return {'loss': loss, 'model_outputs': outputs}."
 
 
 def complete_output(output: BatchOutput, data: BatchData, num_samples: int | None, method: str, training: bool) -> None:
@@ -103,7 +102,10 @@ def check_loss(output: object, method: str, training: bool) -> None:
     In evaluation, a loss may have an element for each sample, or be ``None``.
     """
     if not isinstance(output, Mapping):
-        raise TypeError(f"{method} must return a dict with 'loss', not {type(output).__name__}. {_EXAMPLE}")
+        raise TypeError(
+            f"{method} must return a dict with 'loss', not {type(output).__name__}. For example: "
+            "return {'loss': loss, 'model_outputs': outputs}."
+        )
     if "loss" not in output:
         hint = "" if training else " Return 'loss': None to evaluate without a loss."
         raise ValueError(f"{method} must return a dict with 'loss'; it has the keys {sorted(map(str, output))}.{hint}")
