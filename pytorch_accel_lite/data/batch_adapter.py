@@ -34,9 +34,13 @@ class LossShapeError(ValueError):
 
 def is_of_torch(loss: object) -> bool:
     """Whether a loss function or module is torch's own, and therefore takes tensors."""
+    return str(getattr(_kind(loss), "__module__", "")).startswith("torch.nn")
+
+
+def _kind(loss: object) -> object:
+    """Return the class of a loss module, or a loss function, also if ``partial`` fixes some of its arguments."""
     loss = loss.func if isinstance(loss, partial) else loss
-    kind = type(loss) if isinstance(loss, nn.Module) else loss
-    return str(getattr(kind, "__module__", "")).startswith("torch.nn")
+    return type(loss) if isinstance(loss, nn.Module) else loss
 
 
 def shapes_are_known(loss: LossFunction | None, outputs: Tree, targets: Tree) -> bool:
@@ -50,7 +54,7 @@ def shapes_are_known(loss: LossFunction | None, outputs: Tree, targets: Tree) ->
     """
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         return True
-    kind = type(loss) if isinstance(loss, nn.Module) else loss.func if isinstance(loss, partial) else loss
+    kind = _kind(loss)
     if kind in _ELEMENTWISE:
         _check_broadcasting(tuple(outputs.shape), tuple(targets.shape))
         return outputs.numel() > 1
@@ -166,8 +170,6 @@ class BatchAdapter:
             return model(batch[0])
         if isinstance(batch, Mapping):
             batch = {k: v for k, v in batch.items() if k not in self._no_inputs}
-        elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-            batch = batch[:1]
         return self._call(model, batch)[0]
 
     def _call(self, model: nn.Module, batch: BatchData) -> tuple[Tree, Tree]:
@@ -195,7 +197,7 @@ class BatchAdapter:
             self._warn_of_ignored([key for key in rest if key not in usual])
             return rest[usual[0]]
         target_key = next((key for key in TARGET_KEYS if key in batch and (not rest or key in self._optional)), None)
-        if rest and (target_key is None or any(key in TARGET_KEYS for key in rest)):
+        if rest and (usual or target_key is None):
             return next(iter(rest.values())) if len(rest) == 1 else rest
         self._warn_of_ignored(rest)
         return None if target_key is None else batch[target_key]

@@ -55,6 +55,11 @@ class LoaderOptions:
         return max(epoch - 1, 0) + self.first_epoch
 
 
+def shares_of(options: LoaderOptions, ranks: Ranks) -> Shares:
+    """Return the shares of each step that this process reads: its own batch, unless their number is fixed."""
+    return options.shares or Shares(ranks.world_size, range(ranks.rank, ranks.rank + 1))
+
+
 @dataclass(eq=False, repr=False)
 class FailedRead:
     """Placeholder for a batch that could not be read."""
@@ -132,10 +137,7 @@ class ShardedLoader(ABC):
         size = getattr(self.source, "batch_size", None)
         if size is None:
             size = getattr(getattr(self.source, "batch_sampler", None), "batch_size", None)
-        if not isinstance(size, numbers.Integral):
-            return None
-        shares = self.options.shares
-        return int(size) * (self._ranks.world_size if shares is None else shares.total)
+        return int(size) * shares_of(self.options, self._ranks).total if isinstance(size, numbers.Integral) else None
 
     @property
     def total_dataset_length(self) -> int | None:

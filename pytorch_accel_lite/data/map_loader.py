@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, RandomSampler, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from pytorch_accel_lite.base.random_generators import derive_seed, draw_seed, seed_generators
@@ -17,28 +17,13 @@ from pytorch_accel_lite.base.reachable_objects import nested_in
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.data.batches import Batch, Share
-from pytorch_accel_lite.data.loader_base import FailedRead, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.epoch_orders import EpochOrders
+from pytorch_accel_lite.data.loader_base import FailedRead, LoaderOptions, ShardedLoader, shares_of
+from pytorch_accel_lite.data.order_checks import WrongLengthError
 from pytorch_accel_lite.data.reading import InMemory, add_missing_note, as_rows, read_rows, reader_of, tensors_in_memory
-from pytorch_accel_lite.data.sample_order import ComputedOrder, Order, draw_order, of_all_processes, order_of_sampler
-from pytorch_accel_lite.data.samplers import (
-    EpochRead,
-    WrongLengthError,
-    advance_sampler,
-    check_order,
-    state_of_sampler,
-    warn_of_other_order,
-)
-from pytorch_accel_lite.data.sources import (
-    BatchData,
-    CollateFunction,
-    Index,
-    Sample,
-    SamplerLike,
-    SourceState,
-    find_length,
-)
+from pytorch_accel_lite.data.sample_order import ComputedOrder
+from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Sample, SourceState
 from pytorch_accel_lite.data.steps_and_shares import (
-    Shares,
     count_global_batches,
     global_batches,
     grouped,
@@ -51,9 +36,6 @@ from pytorch_accel_lite.data.steps_and_shares import (
 )
 from pytorch_accel_lite.data.worker_and_sample_seeds import SeededReader, as_collated, generator_of_loader
 from pytorch_accel_lite.distributed import Ranks
-
-#: Samplers whose orders depend on the seed and the epoch alone.
-_OF_TORCH = (RandomSampler, SequentialSampler)
 
 
 class _PlannedStep(NamedTuple):
@@ -76,24 +58,6 @@ class _PlannedStep(NamedTuple):
     share: Share | None
 
 
-class _Iteration(NamedTuple):
-    """How to iterate over an epoch.
-
-    Args:
-        epoch: the number of the epoch
-        start: the number of samples before the first step
-        limit: the largest number of steps
-        min_share: the smallest share of a process
-        planned: the queue to fill
-    """
-
-    epoch: int
-    start: int
-    limit: int | None
-    min_share: int
-    planned: deque[_PlannedStep]
-
-
 class _EpochShares:
     """This process's share of an epoch, batch by batch: the batch sampler of a ``MapLoader``.
 
@@ -101,93 +65,94 @@ class _EpochShares:
 
     Args:
         source: the user's ``DataLoader``, or one that the trainer has created
+        orders: the orders of the epochs, from its sampler
         ranks: the processes that read different data
         options: how the source is read
         rows: number of rows of data in memory; their indices are tensors if the order is fixed when the epoch begins.
             ``None`` for other data.
 
     Attributes:
-        is_batched: whether the source has a batch sampler of the user's
-        sampler: the sampler of the whole order: of indices, or the user's of batches
         per_step: number of samples in a step of all processes, or of the user's batches
         drop_last: whether a last step with fewer samples is left out
-        order_id: identity of the order of the epoch, see ``check_order()``
-        resumed_order_id: identity of the order that a resumed run must continue; ``None`` if it continues none
-        epoch_read: identity of the epoch that was begun last
-        resumed_epoch_read: identity of the epoch that the interrupted run had begun last, until the next epoch begins
         planned: the queue of the steps whose indices have been handed out, for the reader of their batches
-        next_iteration: how to iterate next
     """
 
-    def __init__(self, source: DataLoader[Sample], ranks: Ranks, options: LoaderOptions, rows: int | None) -> None:
-        self._shares = options.shares or Shares(ranks.world_size, range(ranks.rank, ranks.rank + 1))
-        self.is_batched = source.batch_size is None
-        self.sampler: SamplerLike = source.batch_sampler if self.is_batched else source.sampler
-        if type(self.sampler) not in _OF_TORCH:
-            self.sampler = of_all_processes(self.sampler, self._shares.total)
+    def __init__(
+        self, source: DataLoader[Sample], orders: EpochOrders, ranks: Ranks, options: LoaderOptions, rows: int | None
+    ) -> None:
+        self._orders = orders
+        self._shares = shares_of(options, ranks)
         self.per_step = (source.batch_size or 1) * self._shares.total
         self.drop_last = source.drop_last
         self._ranks = ranks
         self._options = options
         self.rows = rows
-        self.order_id: SourceState = {}
-        self.resumed_order_id: SourceState | None = None
-        self.epoch_read: EpochRead = {}
-        self.resumed_epoch_read: EpochRead | None = None
         self.planned = deque[_PlannedStep]()
-        self.next_iteration: _Iteration | None = None
 
     def begin(self, epoch: int, start: int, limit: int | None, min_share: int) -> deque[_PlannedStep]:
-        """Set the start of the next iteration, without affecting running ones; return the queue that it will fill."""
+        """Set what the next iteration reads, without affecting running ones; return the queue that it will fill.
+
+        Args:
+            start: the number of samples before the first step
+            limit: the largest number of steps
+            min_share: the smallest share of a process
+        """
         self.planned = deque()
-        self.next_iteration = _Iteration(epoch, start, limit, min_share, self.planned)
+        self._next_iteration = epoch, start, limit, min_share, self.planned
         return self.planned
 
     def __iter__(self) -> Iterator[Any]:
         """Return the indices to read in each step; with a seed, as a ``SeededShare`` unless data are in memory."""
-        assert self.next_iteration is not None, "begin() has not been called"
+        epoch, start, *_ = self._next_iteration
         steps = None
-        if self.is_batched and self._options.seed is None and self._ranks.world_size == 1:
+        if self._orders.is_batched and self._options.seed is None and self._ranks.world_size == 1:
             # Begun at once, as in a DataLoader, since a batch sampler may draw random numbers when it begins.
-            steps = self._indices_of_steps(self.next_iteration.epoch, self.next_iteration.start)
-        return self._shares_of_steps(self.next_iteration, steps)
+            steps = self._indices_of_steps(epoch, start)
+        return self._shares_of_steps(steps, *self._next_iteration)
 
-    def _shares_of_steps(self, iteration: _Iteration, steps: Iterator[BatchData] | None) -> Iterator[Any]:
-        epoch, position, limit, min_share, planned = iteration
+    def _shares_of_steps(
+        self,
+        steps: Iterator[BatchData] | None,
+        epoch: int,
+        position: int,
+        limit: int | None,
+        min_share: int,
+        planned: deque[_PlannedStep],
+    ) -> Iterator[Any]:
         num_shares = self._shares.total
-        least = min(min_share, self.per_step // num_shares)
+        min_count = min(min_share, self.per_step // num_shares)
         run_seed = self._options.seed
         epoch_seed = None if run_seed is None else derive_seed(run_seed, epoch)
         is_seeded = epoch_seed is not None and self.rows is None
         lengths: list[int] = []
         seed = share = None
         steps = self._indices_of_steps(epoch, position) if steps is None else steps
-        for group, is_last in with_last(islice(steps, limit)):
-            indices = group
-            if self.is_batched:
-                indices = list(chain(*group))
-                lengths = [len(batch) for batch in group]
-                least = min(min_share, max(lengths))
+        for step, is_last in with_last(islice(steps, limit)):
+            indices = step
+            if self._orders.is_batched:
+                indices = list(chain(*step))
+                lengths = [len(batch) for batch in step]
+                min_count = min(min_share, max(lengths))
             size = len(indices)
-            shares = [(0, 0, size)] if num_shares == 1 else self._local_shares(size, least, lengths)
-            for place, (number, begin, end) in enumerate(shares, start=1):
+            shares = [(0, 0, size)] if num_shares == 1 else self._local_shares(size, min_count, lengths)
+            for nth, (number, begin, end) in enumerate(shares, start=1):
                 count = end - begin
                 local = indices if count == size else indices[begin:end]
-                first, to_read = (position + begin, local) if count else (position, indices[:least])
+                first, to_read = position + begin, local
+                if not count:  # a filler batch has the first samples of the step
+                    first, to_read = position, indices[:min_count]
                 if epoch_seed is not None:
                     seed = derive_seed(first, after=epoch_seed)
                 if self._options.shares is not None:
-                    share = Share(
-                        number, derive_seed(run_seed or 0, epoch, 0, position), ends_step=place == len(shares)
-                    )
+                    share = Share(number, derive_seed(run_seed or 0, epoch, 0, position), ends_step=nth == len(shares))
                 planned.append(_PlannedStep(seed, count, size, is_last, local, share))
                 yield (seed, epoch_seed, first, to_read) if is_seeded else to_read
             position += size
 
-    def _local_shares(self, size: int, least: int, lengths: list[int]) -> list[tuple[int, int, int]]:
+    def _local_shares(self, size: int, min_count: int, lengths: list[int]) -> list[tuple[int, int, int]]:
         """Return the numbers and bounds of this process's shares of a step. The bounds of a filler batch are equal."""
         every, options = self._shares, self._options
-        shares = [(number, *share_bounds(size, number, every.total, least, lengths)) for number in every.local]
+        shares = [(number, *share_bounds(size, number, every.total, min_count, lengths)) for number in every.local]
         if options.evens_shares:  # a missing share gets the number of the last one
             return shares + [(every.local[-1], size, size)] * every.lacking(self._ranks.world_size)
         has_first = shares[:1] if options.fill else []
@@ -196,18 +161,18 @@ class _EpochShares:
 
     def _indices_of_steps(self, epoch: int, start: int) -> Iterator[BatchData]:
         """Return the indices of all processes in each step or, with the user's batches, the batches of each step."""
-        order = self._draw_checked_order(epoch)
-        if self.is_batched:
+        order = self._orders.draw(epoch)
+        if self._orders.is_batched:
             batches = skip_samples(filter(len, order), start, len, lambda batch, left: batch[-left:], "batch_sampler")
             return grouped(batches, self.per_step)
         if self.rows is not None and (isinstance(order, list) or type(order) is RandomSampler):
             drawn = np.asarray(order) if isinstance(order, list) else np.fromiter(order, dtype=np.int64)
             order = as_rows(drawn, self.rows)  # once rather than for each batch
-        size = self.order_id["length"]
+        size = self._orders.num_samples
         if size is None:
             return grouped(islice(order, start, None), self.per_step)
         if isinstance(order, (list, torch.Tensor)) and len(order) != size:
-            raise length_error(self.sampler, size, len(order))
+            raise length_error(self._orders.sampler, size, len(order))
         min_last = 1 if self._options.fill else self._shares.total
         bounds = global_batches(size, self.per_step, start, self.drop_last, min_last)
         if isinstance(order, list):
@@ -215,43 +180,7 @@ class _EpochShares:
         if isinstance(order, (torch.Tensor, range, ComputedOrder)):
             rows = indices_at(order, bounds)
             return map(torch.Tensor.tolist, rows) if self.rows is None else rows
-        return in_turn(self.sampler, order, start, [end - begin for begin, end in bounds])
-
-    def _draw_checked_order(self, epoch: int) -> Order:
-        seed = self._options.seed
-        before = self._bring_sampler_to(epoch)
-        state = None if seed is None else state_of_sampler(self.sampler)
-        order = draw_order(self.sampler, self._ranks, seed, epoch, self._options.reported_epoch(epoch))
-        self.order_id = {"length": None if self.is_batched else find_length(self.sampler)}
-        # Without a seed, all processes have the order of the first one.
-        drawn_by_user = order if isinstance(order, list) and seed is not None else None
-        if drawn_by_user is not None or self.resumed_order_id is not None:
-            check_order(self.sampler, drawn_by_user, self._ranks, self.order_id, self.resumed_order_id)
-            self.resumed_order_id = None
-        if before is not None and before["epoch"] == epoch and before["checksum"] != self.order_id.get("checksum"):
-            warn_of_other_order(self.sampler, epoch, is_left=True)
-        self.epoch_read = {"epoch": epoch, **self.order_id, "sampler": state}
-        return order
-
-    def _bring_sampler_to(self, epoch: int) -> EpochRead | None:
-        """In a resumed run, bring a user's sampler to the state that it had in the interrupted run.
-
-        Returns:
-            the epoch that the interrupted run had read last, if its sampler had an order comparable with this one
-        """
-        read, self.resumed_epoch_read = self.resumed_epoch_read, None
-        if read is None and self.resumed_order_id is not None:  # the state is of an earlier version
-            read = {"epoch": epoch, **self.resumed_order_id}
-        seed, reported = self._options.seed, self._options.reported_epoch
-        if read is None or seed is None or "checksum" not in read or hasattr(self.sampler, "order_of_epoch"):
-            return None
-        now = find_length(self.sampler), getattr(self.sampler, "batch_size", None)
-        length = now[0] if read["length"] is None else read["length"]
-        if now[0] is None or now != (length, read["batch_size"]) or type(self.sampler) in _OF_TORCH:
-            return None  # with drop_last, batches of another size end elsewhere
-        ends = read["epoch"] < epoch
-        advance_sampler(self.sampler, read, ends, lambda s, n: order_of_sampler(s, seed, n, reported(n)))
-        return read
+        return in_turn(self._orders.sampler, order, start, [end - begin for begin, end in bounds])
 
 
 #: Numbers and types that differ if objects, or their contents, have changed.
@@ -292,7 +221,8 @@ class MapLoader(ShardedLoader):
             )
         self._memory = self._find_memory()
         rows = None if self._memory is None else len(source.dataset)  # type: ignore[arg-type]
-        self._epoch_shares = _EpochShares(source, ranks, options, rows)
+        self._orders = EpochOrders(source, ranks, options)
+        self._epoch_shares = _EpochShares(source, self._orders, ranks, options, rows)
         self._idle: _Idle | None = None  # kept with its workers for the next iteration
         self._collate: CollateFunction = source.collate_fn
         if self._memory is not None or options.seed is None:
@@ -321,22 +251,6 @@ class MapLoader(ShardedLoader):
             self._epoch_shares.rows = len(dataset)
         elif isinstance(self._reader, SeededReader):
             self._reader.forget_generators()
-
-    def _create_inner(self) -> DataLoader[Sample]:
-        source = self.source
-        return DataLoader(
-            self._reader,
-            batch_sampler=self._epoch_shares,
-            collate_fn=self._collate,
-            generator=generator_of_loader(self.options.seed, source.generator),
-            num_workers=source.num_workers,
-            pin_memory=self._pins,
-            timeout=source.timeout,
-            worker_init_fn=source.worker_init_fn,
-            multiprocessing_context=source.multiprocessing_context,
-            prefetch_factor=source.prefetch_factor,
-            persistent_workers=source.persistent_workers,
-        )
 
     def _read_steps(self, epoch: int, start: int) -> Iterator[Batch]:
         self._begin_epoch(epoch)
@@ -381,8 +295,10 @@ class MapLoader(ShardedLoader):
     def _read_in_workers(self) -> Iterator[BatchData]:
         """Read with a loader that is not in use: with persistent workers, torch's loader has only one iterator."""
         source = self.source
-        marks = marks_of([source.dataset, source.collate_fn, source.worker_init_fn]) if self._keeps_workers else []
-        loader = self._take_idle(marks)
+        marks = (
+            marks_of([source.dataset, source.collate_fn, source.worker_init_fn]) if source.persistent_workers else []
+        )
+        loader = self._idle_or_new_loader(marks)
         batches = self._start_reading(loader)
         try:
             while True:
@@ -400,26 +316,33 @@ class MapLoader(ShardedLoader):
             if batches in self._with_workers:  # the workers were not stopped meanwhile
                 self._idle = _Idle(loader, batches, marks)
 
-    @property
-    def _keeps_workers(self) -> bool:
-        return bool(self.source.persistent_workers)
-
-    def _take_idle(self, marks: Marks) -> DataLoader[Sample]:
-        """Return the idle loader, or a new one if its workers would read outdated data."""
+    def _idle_or_new_loader(self, marks: Marks) -> DataLoader[Sample]:
+        """Return the idle loader, or a new one if there is none, or if its workers would read outdated data."""
+        source = self.source
         idle, self._idle = self._idle, None
-        if idle is None:
-            return self._create_inner()
-        if idle.marks == marks:
-            return idle.loader
-        self._with_workers.discard(idle.batches)
-        idle.batches._shutdown_workers()
-        return self._create_inner()
+        if idle is not None:
+            if idle.marks == marks:
+                return idle.loader
+            self._with_workers.discard(idle.batches)
+            idle.batches._shutdown_workers()
+        return DataLoader(
+            self._reader,
+            batch_sampler=self._epoch_shares,
+            collate_fn=self._collate,
+            generator=generator_of_loader(self.options.seed, source.generator),
+            num_workers=source.num_workers,
+            pin_memory=self._pins,
+            timeout=source.timeout,
+            worker_init_fn=source.worker_init_fn,
+            multiprocessing_context=source.multiprocessing_context,
+            prefetch_factor=source.prefetch_factor,
+            persistent_workers=source.persistent_workers,
+        )
 
     def _read_memory(self, memory: InMemory, shares: Iterator[Any]) -> Iterator[BatchData]:
         pin = self._pins and self._device.type == "cuda" and memory.is_on(torch.device("cpu"))
         # Nothing in an epoch affects the orders of torch's samplers, so they may be drawn ahead.
-        has_fixed_order = type(self._epoch_shares.sampler) in _OF_TORCH
-        return read_rows(memory, shares, len(self.source.dataset), has_fixed_order, pin)
+        return read_rows(memory, shares, len(self.source.dataset), has_fixed_order=self._orders.is_of_torch, pin=pin)
 
     def stop_workers(self) -> None:
         super().stop_workers()
@@ -432,28 +355,28 @@ class MapLoader(ShardedLoader):
         return indices.tolist() if isinstance(indices, torch.Tensor) else list(indices)
 
     def position(self) -> SourceState:
-        return {"order": self._epoch_shares.resumed_order_id or self._epoch_shares.order_id}
-
-    def epoch_state(self) -> SourceState:
-        return self._epoch_shares.resumed_epoch_read or self._epoch_shares.epoch_read
-
-    def restore_epoch_state(self, read: SourceState) -> None:
-        self._epoch_shares.resumed_epoch_read = read or None
+        return {"order": self._orders.continued or self._orders.latest}
 
     def move_to(self, position: SourceState) -> str:
-        self._epoch_shares.resumed_order_id = position.get("order") if isinstance(position, dict) else None
+        self._orders.continued = position.get("order") if isinstance(position, dict) else None
         return ""
+
+    def epoch_state(self) -> SourceState:
+        return self._orders.interrupted_epoch or self._orders.latest_epoch
+
+    def restore_epoch_state(self, read: SourceState) -> None:
+        self._orders.interrupted_epoch = read or None
 
     @property
     def num_samples(self) -> int | None:
-        return None if self._epoch_shares.is_batched else find_length(self._epoch_shares.sampler)
+        return self._orders.num_samples
 
     def _steps_of_data_left(self, start: int) -> int | None:
         size = self.num_samples
         return None if size is None else self._count_steps(max(size - start, 0))
 
     def _num_steps(self) -> int:
-        return self._count_steps(len(self._epoch_shares.sampler))
+        return self._count_steps(len(self._orders.sampler))
 
     def _count_steps(self, size: int) -> int:
         return count_global_batches(size, self._epoch_shares.per_step, self._epoch_shares.drop_last)

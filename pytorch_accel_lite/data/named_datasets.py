@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from pytorch_accel_lite.base.arguments import check_choice
-from pytorch_accel_lite.data.sources import Index, IndexedData, Sample, find_length
+from pytorch_accel_lite.data.sources import Index, IndexedData, Sample, Source, find_length, is_named
 
 
 class NamedDatasets(Dataset[Sample]):
@@ -70,6 +70,11 @@ class NamedSampler(Sampler[tuple[int, ...]]):
     def _endless(self, size: int) -> Iterator[int]:
         while True:
             yield from torch.randperm(size).tolist() if self.shuffle else range(size)
+
+
+def as_one_dataset(data: Source) -> Source:
+    """Combine several datasets by name into one; return anything else unchanged."""
+    return NamedDatasets(data) if is_named(data) else data
 
 
 def describe_lengths(sampler: NamedSampler) -> str:

@@ -29,7 +29,7 @@ from pytorch_accel_lite.base.random_generators import (
     seed_generators,
     seed_held_generators,
 )
-from pytorch_accel_lite.data.samplers import PASS_OWN_SHARD, check_same_order, warn_of_own_parts
+from pytorch_accel_lite.data.order_checks import PASS_OWN_SHARD, check_same_order, warn_of_own_parts
 from pytorch_accel_lite.data.sources import Index, SamplerLike, find_length
 from pytorch_accel_lite.distributed import Ranks
 

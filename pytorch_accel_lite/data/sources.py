@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -70,9 +70,21 @@ Data = Dataset[Sample] | DataLoader[Sample] | OwnShard | IndexedData
 NamedData = Data | Mapping[str, Data]
 
 
+def is_named(data: object) -> TypeGuard[Mapping[str, Source]]:
+    """Whether data are several data by name: a dict, or another mapping of names that is no dataset itself."""
+    if isinstance(data, Mapping) and not isinstance(data, (dict, Dataset)):
+        return all(isinstance(name, str) for name in data)
+    return isinstance(data, dict)
+
+
 def is_loader(data: object) -> bool:
     """Whether the user has passed a loader, which yields batches, in place of a dataset."""
     return isinstance(data, (DataLoader, OwnShard))
+
+
+def is_prepared(loader: object) -> bool:
+    """Whether Accelerate has prepared a loader, which then gives each process a part of the data."""
+    return any(base.__module__.startswith("accelerate.") for base in type(loader).__mro__)
 
 
 def dataset_of(data: Source) -> Source:

@@ -11,8 +11,8 @@ import torch
 
 from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.data.batches import Batch
+from pytorch_accel_lite.data.order_checks import WrongLengthError
 from pytorch_accel_lite.data.sample_order import ComputedOrder
-from pytorch_accel_lite.data.samplers import WrongLengthError
 from pytorch_accel_lite.data.sources import Index, SamplerLike
 
 

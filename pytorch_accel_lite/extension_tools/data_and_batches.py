@@ -29,6 +29,7 @@ from pytorch_accel_lite.data.batches import (
     select_samples,
     to_device,
 )
+from pytorch_accel_lite.data.collected_outputs import ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.loader_base import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.loader_creation import (
     DEFAULT_BATCH_SIZE,
@@ -38,18 +39,11 @@ from pytorch_accel_lite.data.loader_creation import (
     is_loader_of_torch,
 )
 from pytorch_accel_lite.data.map_loader import DATA_MARKS, MapLoader, Marks, marks_of
-from pytorch_accel_lite.data.named_datasets import check_are_named, sizes_of
-from pytorch_accel_lite.data.outputs import (
-    ListOfSamples,
-    check_items,
-    complete_output,
-    concatenate,
-    mean_that_counts,
-    to_cpu,
-)
+from pytorch_accel_lite.data.named_datasets import as_one_dataset, check_are_named, sizes_of
+from pytorch_accel_lite.data.order_checks import PASS_OWN_SHARD, checksum_of_indices
+from pytorch_accel_lite.data.outputs import check_items, complete_output, mean_that_counts
 from pytorch_accel_lite.data.reading import add_missing_note, names_sample, reader_of
 from pytorch_accel_lite.data.sample_order import of_all_processes
-from pytorch_accel_lite.data.samplers import PASS_OWN_SHARD, checksum_of_indices
 from pytorch_accel_lite.data.sources import (
     BatchData,
     BatchOutput,
@@ -62,6 +56,7 @@ from pytorch_accel_lite.data.sources import (
     TrainingOrder,
     dataset_of,
     find_length,
+    is_named,
 )
 from pytorch_accel_lite.data.steps_and_shares import (
     count_global_batches,
@@ -76,10 +71,10 @@ __all__ = [
     "Batch", "BatchData", "BatchOutput", "DATA_MARKS", "DEFAULT_BATCH_SIZE", "IGNORED_LABEL", "Index", "IndexedData",
     "ListOfSamples", "LoaderKwargs", "LoaderOptions", "LossShapeError", "MapLoader", "Marks", "OwnShard",
     "PASS_OWN_SHARD", "SEQUENTIAL_READER", "Sample", "SequentialReader", "ShardedLoader", "Source", "SourceState",
-    "TARGET_KEYS", "TrainingOrder", "WHAT_CAN_BE_SPLIT", "add_missing_note", "check_are_named", "check_items",
-    "checksum_of_indices", "complete_output", "concatenate", "copy_loader", "count_global_batches", "dataset_of",
-    "early_end_error", "faster_data", "find_length", "first_label", "grouped", "infer_batch_size", "is_a",
-    "is_as_long", "is_dense", "is_list_of_samples", "is_loader_of_torch", "is_number", "is_packed",
+    "TARGET_KEYS", "TrainingOrder", "WHAT_CAN_BE_SPLIT", "add_missing_note", "as_one_dataset", "check_are_named",
+    "check_items", "checksum_of_indices", "complete_output", "concatenate", "copy_loader", "count_global_batches",
+    "dataset_of", "early_end_error", "faster_data", "find_length", "first_label", "grouped", "infer_batch_size", "is_a",
+    "is_as_long", "is_dense", "is_list_of_samples", "is_loader_of_torch", "is_named", "is_number", "is_packed",
     "is_single_sample", "list_samples", "marks_of", "mean_that_counts", "names_sample", "nested_in",
     "of_all_processes", "parts_held", "parts_in", "reachable_from", "reader_of", "select_samples", "shapes_are_known",
     "share_bounds", "sizes_of", "skip_samples", "slice_batch", "tensors_in", "to_cpu", "to_device", "with_last",

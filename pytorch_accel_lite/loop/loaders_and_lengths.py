@@ -7,7 +7,7 @@ from dataclasses import fields
 from pytorch_accel_lite.data.loader_base import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.loader_creation import LoaderKwargs, create_loader
 from pytorch_accel_lite.data.named_datasets import NamedSampler, describe_lengths
-from pytorch_accel_lite.data.sources import Source, dataset_of, find_length
+from pytorch_accel_lite.data.sources import Source, dataset_of, find_length, is_named
 from pytorch_accel_lite.run.accumulation import Accumulation
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, TrainerLike
@@ -32,8 +32,8 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
     run.data.eval_loaders = {}
     dataset = run.data.eval_dataset
     argument = "eval_dataset" if run.kind == "training" else "dataset"
-    for name, part in dataset.items() if isinstance(dataset, dict) else [("", dataset)]:
-        if isinstance(dataset, dict) and not (name and isinstance(name, str)):
+    for name, part in dataset.items() if is_named(dataset) else [("", dataset)]:
+        if is_named(dataset) and not (name and isinstance(name, str)):
             raise ValueError(f"{argument} has the key {name!r}, but keys name the metrics: use non-empty strings.")
         run.data.eval_dataset, run.data.eval_loader = part, None  # overrides of create_eval_dataloader use the first
         source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
@@ -41,7 +41,7 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
         check_gives_batches(run.data.eval_loader, argument)
         if name:
             run.data.eval_loaders[name] = run.data.eval_loader
-    if isinstance(dataset, dict):
+    if is_named(dataset):
         run.data.eval_dataset = {name: dataset_of(part) for name, part in dataset.items()}
     else:
         run.data.eval_dataset = dataset_of(dataset)

@@ -21,9 +21,9 @@ from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.base.values import parts_in, tensors_in
 from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.data.batches import Batch, infer_batch_size
+from pytorch_accel_lite.data.collected_outputs import Concatenation, ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.loader_creation import LoaderKwargs
-from pytorch_accel_lite.data.outputs import Concatenation, ListOfSamples, concatenate, to_cpu
-from pytorch_accel_lite.data.sources import SamplerLike, Source
+from pytorch_accel_lite.data.sources import SamplerLike, Source, is_named
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.arguments_and_datasets import check_dataset
@@ -152,7 +152,7 @@ def _predict_by_step(
     """
     check_dataset(trainer, "dataset", arguments)
     dataset = arguments.dataset
-    if isinstance(dataset, dict):
+    if is_named(dataset):
         raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
     check_order(dataset, arguments.loader_kwargs or {})
     request = RunRequest("prediction", num_epochs=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
@@ -44,12 +44,6 @@ class CombinedOptimizer(NamedParts[Optimizer], Optimizer):
         common = {name: value for name, value in first.items() if all(name in other for other in others)}
         # Unlike Optimizer.__init__, this sets up everything except parameter groups.
         super().__setstate__({"_parts": parts, "defaults": common})
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
 
     @property
     def param_groups(self) -> list[ParamGroup]:  # type: ignore[override]
@@ -117,7 +111,7 @@ class CombinedOptimizer(NamedParts[Optimizer], Optimizer):
             if not {"state", "param_groups"} <= state.keys():  # one that wraps another may have a form of its own
                 whole[name] = state
                 state = {"state": {}, "param_groups": _groups_of_numbers(part)}
-            first = _count(combined["param_groups"])
+            first = sum(_sizes(combined["param_groups"]))
             combined["state"] |= {number + first: values for number, values in state.pop("state").items()}
             groups = state.pop("param_groups")
             combined["param_groups"] += [{**g, "params": [number + first for number in g["params"]]} for g in groups]
@@ -134,23 +128,20 @@ class CombinedOptimizer(NamedParts[Optimizer], Optimizer):
         saved, names = list(state_dict["param_groups"]), state_dict.get("names", [])  # older states have no names
         if names != [*self._parts] and {*names} == self._parts.keys():
             raise ValueError(f"it has the optimizers in the order {', '.join(names)}. Pass them in this order.")
-        if len(saved) != len(self.param_groups):
-            raise ValueError(f"it has {len(saved)} parameter groups, but the optimizers have {len(self.param_groups)}.")
-        sizes = [
-            (len(new["params"]), len(group["params"])) for new, group in zip(saved, self.param_groups, strict=True)
-        ]
-        if any(of_state != of_optimizers for of_state, of_optimizers in sizes):  # before any part is loaded
+        sizes, own = _sizes(saved), _sizes(self.param_groups)
+        if len(sizes) != len(own):
+            raise ValueError(f"it has {len(sizes)} parameter groups, but the optimizers have {len(own)}.")
+        if sizes != own:  # before any part is loaded
             raise ValueError(
-                "its parameter groups have {} parameters, but those of the optimizers {}.".format(
-                    *(", ".join(map(str, counts)) for counts in zip(*sizes, strict=True))
-                )
+                f"its parameter groups have {', '.join(map(str, sizes))} parameters, but those of the optimizers "
+                f"{', '.join(map(str, own))}."
             )
         states = {}
         first = 0
         for name, part in self._parts.items():
             groups = saved[: len(part.param_groups)]
             saved = saved[len(groups) :]
-            end = first + _count(groups)
+            end = first + sum(_sizes(groups))
             states[name] = {
                 **state_dict.get("parts", {}).get(name, {}),
                 "state": {n - first: values for n, values in state_dict["state"].items() if first <= n < end},
@@ -167,12 +158,15 @@ class CombinedOptimizer(NamedParts[Optimizer], Optimizer):
         return f"{type(self).__name__}({', '.join(f'{name}={part!r}' for name, part in self._parts.items())})"
 
 
-class AcceleratedCombinedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Accelerate's wrapper of a ``CombinedOptimizer``, with access to its parts by name."""
+class AcceleratedCombinedOptimizer(AcceleratedOptimizer, NamedParts[Optimizer]):  # type: ignore[misc]
+    """Accelerate's wrapper of a ``CombinedOptimizer``, with access to its parts by name.
 
-    def __getitem__(self, name: str) -> Optimizer:
-        part: Optimizer = self.optimizer[name]
-        return part
+    Accelerate's class is the first base, so that its objects can be given this class.
+    """
+
+    @property
+    def _parts(self) -> dict[str, Optimizer]:  # type: ignore[override]
+        return self.optimizer.parts  # type: ignore[no-any-return]
 
 
 class CombinedScheduler(NamedParts[SchedulerLike]):
@@ -265,8 +259,9 @@ def _groups_of_numbers(optimizer: Optimizer) -> list[StateDict]:
     return [{"params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
 
 
-def _count(groups: Iterable[ParamGroup]) -> int:
-    return sum(len(group["params"]) for group in groups)
+def _sizes(groups: Iterable[ParamGroup]) -> list[int]:
+    """Return the number of parameters in each group."""
+    return [len(group["params"]) for group in groups]
 
 
 def _quoted_names(names: Iterable[str]) -> str:

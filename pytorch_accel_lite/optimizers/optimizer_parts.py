@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeAlias, TypeGuard, TypeVar
 
 import torch
@@ -51,6 +51,12 @@ class NamedParts(Generic[T]):
             raise KeyError(f"There is no optimizer {name!r}, only {', '.join(map(repr, self._parts))}.")
         return self._parts[name]
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
     @property
     def parts(self) -> dict[str, T]:
         """The optimizers or schedulers, by optimizer name."""
@@ -76,6 +82,12 @@ def parts_of_optimizer(optimizer: TrainerOptimizer) -> dict[str, Optimizer]:
 def single_optimizers(optimizer: TrainerOptimizer) -> dict[str, TrainerOptimizer]:
     """Return the parts of a combined optimizer by name, or one that is not combined as ``""``."""
     return parts_of_optimizer(optimizer) or {"": optimizer}
+
+
+def unwrapped_parts(optimizer: TrainerOptimizer) -> list[Optimizer]:
+    """Return the parts of a combined optimizer, or one that is not combined, without Accelerate's wrapper."""
+    inner: TrainerOptimizer = getattr(optimizer, "optimizer", optimizer)
+    return list(inner.parts.values()) if isinstance(inner, NamedParts) else [inner]
 
 
 def state_class_names(optimizer: TrainerOptimizer) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""Steps of a trainer's optimizer, clearing the gradients, its mode, and loading its state to the same bits."""
+"""Steps of a trainer's optimizer, its mode, its gradients, and what a gradient scaler knows of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
-from pytorch_accel_lite.optimizers.optimizer_parts import (
-    TrainerOptimizer,
-    optimized_parameters,
-    parts_of_optimizer,
-    single_optimizers,
-    without_wrappers,
-)
+from pytorch_accel_lite.optimizers.optimizer_parts import TrainerOptimizer, unwrapped_parts
 
 #: The code of the wrapper that torch puts around the ``step`` of every optimizer class.
 _WRAPPER = Optimizer.profile_hook_step(lambda optimizer: None).__code__
@@ -30,8 +23,7 @@ _is_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled",
 
 def needs_closure(optimizer: TrainerOptimizer) -> list[str]:
     """Return the classes of optimizers whose ``step`` requires a function that computes the gradients again."""
-    optimizers = parts_of_optimizer(optimizer).values() or [getattr(optimizer, "optimizer", optimizer)]
-    return [type(part).__name__ for part in optimizers if _step_requires_closure(type(part))]
+    return [type(part).__name__ for part in unwrapped_parts(optimizer) if _step_requires_closure(type(part))]
 
 
 def _step_requires_closure(kind: type) -> bool:
@@ -99,45 +91,3 @@ def take_step(optimizer: TrainerOptimizer, *closure: Callable[[], torch.Tensor])
         wrapped.__wrapped__(optimizer, *closure)
     else:
         optimizer.step(*closure)
-
-
-def load_state_of(owner: HasStateDict, state: StateDict) -> None:
-    """Load the state of an object, which may be an optimizer."""
-    if isinstance(owner, Optimizer):
-        load_keeping_types(owner, state)
-    else:
-        owner.load_state_dict(state)
-
-
-def load_keeping_types(optimizer: Optimizer, state: StateDict) -> None:
-    """Load a state, and restore what ``Optimizer.load_state_dict`` converts in states of other libraries' algorithms.
-
-    It gives all tensors the type of the parameter, such as bfloat16, even masks and weights in float32, and takes a
-    text for a list. States of torch's algorithms have the parameter's type, also if it is another one than when they
-    were saved. A class that loads states itself is left alone: its states may have a form of their own.
-    """
-    optimizer.load_state_dict(state)
-    values_of = state.get("state", {})
-    saved = iter([values_of.get(number) for group in state.get("param_groups", ()) for number in group["params"]])
-    for part in single_optimizers(optimizer).values():
-        inner = without_wrappers(part)
-        of_part = [next(saved, None) for _ in optimized_parameters(inner)]
-        kind = type(inner)
-        if kind.load_state_dict is not Optimizer.load_state_dict or kind.step.__module__.startswith("torch.optim."):
-            continue
-        for parameter, values in zip(optimized_parameters(inner), of_part, strict=True):
-            if values and parameter in inner.state:
-                inner.state[parameter] = _with_types_of(values, inner.state[parameter])
-
-
-def _with_types_of(saved: Tree, loaded: Tree) -> Tree:
-    """Return loaded values, with the saved ones in place of those that have another type."""
-    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
-    if isinstance(saved, str):
-        return saved
-    if isinstance(saved, dict) and isinstance(loaded, dict):
-        return {key: _with_types_of(saved[key], value) if key in saved else value for key, value in loaded.items()}
-    if type(saved) in (list, tuple) and type(loaded) is type(saved) and len(loaded) == len(saved):
-        return type(saved)(map(_with_types_of, saved, loaded))
-    return loaded

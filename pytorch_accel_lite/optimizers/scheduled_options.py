@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.values import to_number
-from pytorch_accel_lite.optimizers.optimizer_parts import TrainerOptimizer, parts_of_optimizer
+from pytorch_accel_lite.optimizers.optimizer_parts import TrainerOptimizer, unwrapped_parts
 
 # Options that torch's schedules change in parameter groups. Schedulers store initial values there, as "initial_lr".
 _SCHEDULED = ("lr", "momentum", "betas")
@@ -39,12 +39,9 @@ def set_option(group: ParamGroup, name: str, value: object) -> None:
 
 def scheduled_options(optimizer: Optimizer) -> Options:
     """Return the current values of the options that schedules change, or have changed."""
-    names = [
-        [*(name for name in _SCHEDULED if name in group), *names_of_initial(group)] for group in optimizer.param_groups
-    ]
     return [
-        {name: to_number(group[name]) for name in of_group}
-        for group, of_group in zip(optimizer.param_groups, names, strict=True)
+        {name: to_number(group[name]) for name in (*_SCHEDULED, *names_of_initial(group)) if name in group}
+        for group in optimizer.param_groups
     ]
 
 
@@ -103,7 +100,7 @@ def note_options(optimizer: Optimizer, options: Options | None = None) -> None:
         options: earlier ``noted_options()``, to note them again; by default, the current ones
     """
     noted = iter(scheduled_options(optimizer) if options is None else options)
-    for part in _parts(optimizer):
+    for part in unwrapped_parts(optimizer):
         of_part = [next(noted) for _ in part.param_groups]
         with suppress(TypeError):  # a class of another library may have no hash, or no weak references
             _noted_options[part] = of_part
@@ -112,16 +109,12 @@ def note_options(optimizer: Optimizer, options: Options | None = None) -> None:
 def noted_options(optimizer: Optimizer) -> Options:
     """Return the options from ``note_options()``, whichever trainer called it; if none did, the current ones."""
     noted: Options = []
-    for part in _parts(optimizer):
+    for part in unwrapped_parts(optimizer):
         options, known = scheduled_options(part), []
         with suppress(TypeError):
             known = _noted_options.get(part, [])[: len(options)]
         noted += known + options[len(known) :]  # groups may have been added
     return noted
-
-
-def _parts(optimizer: Optimizer) -> list[Optimizer]:
-    return list(parts_of_optimizer(optimizer).values()) or [getattr(optimizer, "optimizer", optimizer)]
 
 
 def note_initial_options(optimizer: Optimizer, initial: Options) -> None:

@@ -12,6 +12,7 @@ from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.data.batch_adapter import LossFunction, is_of_torch
+from pytorch_accel_lite.data.sources import is_named
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.history import RunHistory
 
@@ -147,7 +148,7 @@ class ExpectedMetrics:
         others = self._may_record_others([trainer, trainer.run_history, *trainer.callback_handler])
         intermediate = bool(others) or self.within_epochs
         data = trainer.eval_dataset
-        datasets = [f"{name}_" for name in data] if isinstance(data, dict) else [] if data is None else [""]
+        datasets = [f"{name}_" for name in data] if is_named(data) else [] if data is None else [""]
         prefix = trainer.run_history.metric_name_prefix
         self._check_owners(datasets)
         in_epochs: Directions = {f"{prefix}train_loss_epoch": False}

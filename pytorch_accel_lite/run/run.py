@@ -29,7 +29,7 @@ from pytorch_accel_lite.data.batch_adapter import LossFunction
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.loader_base import ShardedLoader
 from pytorch_accel_lite.data.loader_creation import LoaderKwargs
-from pytorch_accel_lite.data.named_datasets import NamedDatasets
+from pytorch_accel_lite.data.named_datasets import as_one_dataset
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Data, Index, NamedData, find_length
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.optimizer_parts import SchedulerFactory, TrainerOptimizer, TrainerScheduler
@@ -289,15 +289,13 @@ class Run:
         Args:
             ranks: the processes, for the first run of a trainer; later runs take them from the run before
         """
-        if isinstance(train_data, dict):
-            train_data = NamedDatasets(train_data)
         ranks = ranks or trainer.current_run.ranks
         return cls(
             ranks=ranks,
             control=StopCoordinator(ranks),
             window=GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1),
             request=request,
-            data=RunData(ranks, train_data, eval_data, collate_fn),
+            data=RunData(ranks, as_one_dataset(train_data), eval_data, collate_fn),
             device=trainer.device,
             overridden=overridden_methods(trainer),
         )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import NamedDatasets
@@ -124,3 +126,36 @@ def test_a_sampler_of_datasets_by_name_orders_them():
     data = {"a": tagged(4, 0), "b": tagged(4, 100)}
     trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs={"sampler": [3, 1], "shuffle": False})
     assert read == [3, 1]
+
+
+@pytest.mark.parametrize("kind", [MappingProxyType, UserDict])
+def test_any_mapping_of_names_has_datasets_by_name(kind):
+    data, doubled = float64_data(9), tagged(12, 0)
+    trainer = adamw_trainer(float64_model())
+    trainer.train(data, 1, kind({"clean": data, "doubled": doubled}))
+    assert {"clean_eval_loss_epoch", "doubled_eval_loss_epoch"} < set(trainer.run_history.get_metric_names())
+    assert trainer.eval_dataset == {"clean": data, "doubled": doubled}
+    assert trainer.evaluate(kind({"clean": data})) == trainer.evaluate({"clean": data})
+    with pytest.raises(TypeError, match="predict takes one dataset, not a dict of \\['clean'\\]"):
+        trainer.predict(kind({"clean": data}))
+    model = float64_model()
+    tasks = TwoTasks(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[])
+    tasks.seen = []
+    tasks.train(kind({"a": tagged(6, 0), "b": tagged(6, 100)}), 1, train_dataloader_kwargs={"num_workers": 0})
+    assert tasks.seen[0].keys() == {"a", "b"}
+
+
+def test_a_mapping_of_indices_is_one_dataset():
+    data = float64_data(9)
+    expected = adamw_trainer(float64_model()).evaluate(data)
+    assert adamw_trainer(float64_model()).evaluate(UserDict(enumerate(data))) == expected
+
+
+def test_a_dataset_that_is_a_mapping_is_one_dataset():
+    class ByName(UserDict[str, Any], Dataset[Any]):
+        def __getitem__(self, index):
+            return super().__getitem__(str(index))
+
+    data = float64_data(9)
+    named = ByName({str(number): sample for number, sample in enumerate(data)})
+    assert adamw_trainer(float64_model()).evaluate(named) == adamw_trainer(float64_model()).evaluate(data)

@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import all_reduce
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from pytorch_accel_lite.data.outputs import to_cpu
+from pytorch_accel_lite.data.collected_outputs import to_cpu
 from pytorch_accel_lite.distributed.ranks import timeout_of
 from tests.launching import in_forks, two_are_enough
 from tests.ranks import rank as own_rank

@@ -20,6 +20,7 @@ OF_EACH_ELEMENT = [
     *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss),
     *(nn.PoissonNLLLoss(), nn.KLDivLoss(reduction="sum"), functional.poisson_nll_loss),
     *(partial(functional.kl_div, reduction="sum"), partial(functional.mse_loss, reduction="sum")),
+    pytest.param(partial(nn.MSELoss()), id="partial-module"),
 ]
 
 

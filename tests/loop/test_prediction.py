@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.data.outputs import concatenate
+from pytorch_accel_lite.data.collected_outputs import concatenate
 from tests.launching import run_code, two_are_enough
 from tests.ranks import OrderedStream
 from tests.small_models import adamw_trainer, float64_data, float64_model, listener, on_one_process

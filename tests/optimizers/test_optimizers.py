@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -255,6 +256,23 @@ def test_a_list_of_optimizers_is_numbered():
     assert trainer.optimizer["1"] is parts[1]
     with pytest.raises(KeyError, match="no optimizer 'rest', only '0', '1'"):
         trainer.optimizer["rest"]
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])  # by Accelerate
+def test_several_optimizers_and_schedulers_give_their_names(is_wrapped, request):
+    names, kinds = [], []
+    accelerator = request.getfixturevalue("scaled_accelerator") if is_wrapped else None
+
+    class Note(TrainerCallback):
+        def on_train_step_end(self, trainer, **kwargs):
+            names.extend([*trainer.optimizer, *trainer.scheduler])
+            kinds.append(isinstance(trainer.optimizer, AcceleratedOptimizer))
+
+    model = float64_model()
+    trainer = adamw_trainer(model, optimizer=two_optimizers(model), callbacks=[Note()], accelerator=accelerator)
+    trainer.train(DATA, 1, per_device_batch_size=26, create_scheduler_fn=SCHEDULES)
+    assert (names, kinds) == (["matrix", "rest", "rest"], [is_wrapped])
+    assert (len(trainer.optimizer), len(trainer.scheduler)) == (2, 1)
 
 
 @only_with_soak

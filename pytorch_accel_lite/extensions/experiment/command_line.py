@@ -15,6 +15,7 @@ from typing import Any
 from pytorch_accel_lite import __version__
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError
+from pytorch_accel_lite.extension_tools.data_and_batches import is_named
 from pytorch_accel_lite.extensions.experiment.chosen_weights import find_weights, load_weights, predictions_of
 from pytorch_accel_lite.extensions.experiment.experiment import Experiment, create_parser
 from pytorch_accel_lite.extensions.experiment.results import write_json, write_predictions
@@ -324,7 +325,7 @@ def _test(experiment: Experiment, options: argparse.Namespace) -> None:
     folder = experiment.output_dir / "tests"
     name = _source(experiment, options, "test")
     dataset = experiment.dataset(name)
-    datasets = dataset if isinstance(dataset, dict) else {name: dataset}
+    datasets = dataset if is_named(dataset) else {name: dataset}
     arguments = experiment.tool_arguments("test")
     arguments["depends_on"] = _described(experiment), arguments["depends_on"]
     for row in run_tests(experiment.trainer, datasets, save_dir=folder, **arguments):

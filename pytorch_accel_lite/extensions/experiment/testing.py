@@ -15,7 +15,7 @@ from typing import Any
 
 from pytorch_accel_lite.checkpoint import as_file_name, folder_path, local_path, write_text
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_int
-from pytorch_accel_lite.extension_tools.data_and_batches import DEFAULT_BATCH_SIZE
+from pytorch_accel_lite.extension_tools.data_and_batches import DEFAULT_BATCH_SIZE, is_named
 from pytorch_accel_lite.extensions.experiment.chosen_weights import (
     find_weights,
     load_weights,
@@ -82,7 +82,7 @@ def run_tests(
         name = os.fspath(checkpoints)
         raise TypeError(f"checkpoints={name!r} must be a list. Write: checkpoints=[{name!r}].")
     check_int("worst", worst, least=0)
-    by_name = datasets if isinstance(datasets, Mapping) else {"test": datasets}
+    by_name = datasets if is_named(datasets) else {"test": datasets}
     settings = inference or {"default": {}}
     for setting, attributes in settings.items():
         for attribute in attributes:

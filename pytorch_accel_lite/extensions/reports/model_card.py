@@ -14,7 +14,7 @@ from typing import Any
 from pytorch_accel_lite.checkpoint import replacing, write_text
 from pytorch_accel_lite.extending import ADAPTERS, CompanionWriter, LoadedWeights, Run, SavedModel, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
-from pytorch_accel_lite.extension_tools.data_and_batches import dataset_of, find_length
+from pytorch_accel_lite.extension_tools.data_and_batches import dataset_of, find_length, is_named
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import is_monitor, panels_by_metric
 from pytorch_accel_lite.extension_tools.modules_and_devices import class_of
 from pytorch_accel_lite.extension_tools.states_and_files import is_of_peft, is_of_timm
@@ -122,7 +122,7 @@ def _metadata(run: Run, saved: Mapping[str, float], later: Mapping[str, float], 
     training, evaluation = run.latest.training, run.latest.evaluation
     datasets = [training.eval_arguments.dataset] if training is not None else []
     datasets += [evaluation.eval_dataset] if evaluation is not None else []
-    parts = {name.replace("_", " ") for data in datasets if isinstance(data, dict) for name in data}
+    parts = {name.replace("_", " ") for data in datasets if is_named(data) for name in data}
     same_data = len(datasets) == 2 and _are_same(*datasets)
     by_split = {"validation": {**saved, **later}} if same_data else {"validation": saved, "test": later}
     panels = panels_by_metric([*saved, *later])
@@ -194,7 +194,7 @@ def _are_same(first: object, second: object) -> bool:
 
 
 def _describe_data(data: Any) -> str:
-    if isinstance(data, dict):
+    if is_named(data):
         return "; ".join(f"{name}: {_describe_data(part)}" for name, part in data.items())
     data = dataset_of(data)  # a loader's length is that of its batches
     length = find_length(data)

@@ -15,10 +15,10 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.callbacks import CallbackHandler
-from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedDatasets, Source
+from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, Source
 from pytorch_accel_lite.extending import BatchOutput, Run, RunRequest, Snapshot, StepSnapshot, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import is_overridden
-from pytorch_accel_lite.extension_tools.data_and_batches import complete_output, copy_loader
+from pytorch_accel_lite.extension_tools.data_and_batches import as_one_dataset, complete_output, copy_loader
 from pytorch_accel_lite.extension_tools.modules_and_devices import mixed_precision, preserving_modes
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
     all_optimized_parameters,
@@ -96,7 +96,7 @@ class Trial:
         data = _with_batch_size(train_dataset, batch_size) if sets_batch_size else train_dataset
         check_dataset(trainer, "train_dataset", DataArguments(data, batch_size, loader_kwargs, collate_fn))
         self._batch_size = int(batch_size)  # it may be an integer of numpy
-        self._data = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
+        self._data = as_one_dataset(train_dataset)
         self.run = Run.create(trainer, request, data, collate_fn=collate_fn)
         self.run.data.seed = trainer.seed or 0
 

@@ -7,9 +7,10 @@ from bisect import bisect
 from accelerate.utils.memory import clear_device_cache
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData, NamedDatasets, OwnShard, Source
+from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData, OwnShard, Source
 from pytorch_accel_lite.extending import RunRequest, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_dict, check_positive_int
+from pytorch_accel_lite.extension_tools.data_and_batches import as_one_dataset
 from pytorch_accel_lite.extension_tools.modules_and_devices import is_out_of_memory
 from pytorch_accel_lite.extensions.trials import Trial
 
@@ -40,8 +41,7 @@ def find_batch_size(
     """
     start = check_positive_int("start", start)
     check_positive_int("num_steps", num_steps)
-    if isinstance(train_dataset, dict):
-        train_dataset = NamedDatasets(train_dataset)
+    train_dataset = as_one_dataset(train_dataset)
     most = _most_samples(train_dataset, self.ranks.world_size, train_dataloader_kwargs, max_batch_size)
     request, kwargs = RunRequest(num_epochs=1), train_dataloader_kwargs
     trial = Trial(self, "find_batch_size", train_dataset, 1, request, kwargs, collate_fn, sets_batch_size=True)

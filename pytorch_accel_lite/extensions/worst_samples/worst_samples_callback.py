@@ -7,7 +7,7 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +18,13 @@ from torch import nn
 
 from pytorch_accel_lite.extending import Run, TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_function, check_positive_int
-from pytorch_accel_lite.extension_tools.data_and_batches import Index, is_list_of_samples, is_number, slice_batch
+from pytorch_accel_lite.extension_tools.data_and_batches import (
+    Index,
+    is_list_of_samples,
+    is_named,
+    is_number,
+    slice_batch,
+)
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import default_transform
 from pytorch_accel_lite.extension_tools.texts_and_pages import align, find_plots
 
@@ -161,7 +167,7 @@ class WorstSamplesCallback(TrainerCallback):
 
 def _dataset_of(sample: WorstSample, datasets: Any) -> Any:
     """Return the dataset of a sample, which is ``datasets`` itself unless several were evaluated."""
-    if not sample.dataset or not isinstance(datasets, Mapping):
+    if not sample.dataset or not is_named(datasets):
         return datasets
     # An averaged model adds its own prefix to the name.
     names = [name for name in datasets if f"_{sample.dataset}".endswith(f"_{name}")]

@@ -31,8 +31,7 @@ from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.base.warnings_and_errors import add_note
 from pytorch_accel_lite.data.loader_creation import DEFAULT_BATCH_SIZE, LoaderKwargs, options_of
-from pytorch_accel_lite.data.samplers import is_prepared
-from pytorch_accel_lite.data.sources import Source, dataset_of, is_loader
+from pytorch_accel_lite.data.sources import Source, dataset_of, is_loader, is_named, is_prepared
 from pytorch_accel_lite.distributed.accelerator import current_process
 from pytorch_accel_lite.optimizers.optimizer_parts import TrainerOptimizer, is_created, parts_of_optimizer
 from pytorch_accel_lite.run.history import RunHistory
@@ -300,7 +299,7 @@ def _refuse_options(name: str, loader: Source, options: dict[str, object]) -> No
 
 def _by_name(name: str, data: Source) -> dict[str, Source]:
     """Return the datasets or loaders to be read, by the names that messages use."""
-    return {f"{name}[{key!r}]": part for key, part in data.items()} if isinstance(data, dict) else {name: data}
+    return {f"{name}[{key!r}]": part for key, part in data.items()} if is_named(data) else {name: data}
 
 
 def _check_readable(name: str, dataset: Source) -> None:

@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.quantised_weights import all_plain_parts
 from pytorch_accel_lite.base.sums_of_bits import sums_of_bits
 from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.base.values import is_dense
-from pytorch_accel_lite.data.sources import Source
+from pytorch_accel_lite.data.sources import Source, is_named
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.optimizers.optimizer_parts import TrainerOptimizer, TrainerScheduler, schedulers_in
@@ -46,7 +46,7 @@ def check_same_call(trainer: TrainerLike, call: str, train_data: Source, eval_da
     }
     settings |= _arguments_of_callbacks(trainer.callback_handler.callbacks)
     for name, data in (("train_dataset", train_data), ("eval_dataset", eval_data)):
-        settings[name] = [*data] if isinstance(data, dict) else None if data is None else "a dataset"
+        settings[name] = [*data] if is_named(data) else None if data is None else "a dataset"
     with naming_call(ranks, call):
         check_same_on_all_ranks(settings, ranks)
 

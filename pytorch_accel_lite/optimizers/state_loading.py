@@ -1,0 +1,51 @@
+"""Loading the states of optimizers to the same bits."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+
+from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
+from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters, single_optimizers, without_wrappers
+
+
+def load_state_of(owner: HasStateDict, state: StateDict) -> None:
+    """Load the state of an object, which may be an optimizer."""
+    if isinstance(owner, Optimizer):
+        load_keeping_types(owner, state)
+    else:
+        owner.load_state_dict(state)
+
+
+def load_keeping_types(optimizer: Optimizer, state: StateDict) -> None:
+    """Load a state, and restore what ``Optimizer.load_state_dict`` converts in states of other libraries' algorithms.
+
+    It gives all tensors the type of the parameter, such as bfloat16, even masks and weights in float32, and takes a
+    text for a list. States of torch's algorithms have the parameter's type, also if it is another one than when they
+    were saved. A class that loads states itself is left alone: its states may have a form of their own.
+    """
+    optimizer.load_state_dict(state)
+    values_of = state.get("state", {})
+    saved = iter([values_of.get(number) for group in state.get("param_groups", ()) for number in group["params"]])
+    for part in map(without_wrappers, single_optimizers(optimizer).values()):
+        kind = type(part)
+        is_left = kind.load_state_dict is not Optimizer.load_state_dict or kind.step.__module__.startswith(
+            "torch.optim."
+        )
+        for parameter in optimized_parameters(part):
+            values = next(saved, None)
+            if values and not is_left and parameter in part.state:
+                part.state[parameter] = _with_types_of(values, part.state[parameter])
+
+
+def _with_types_of(saved: Tree, loaded: Tree) -> Tree:
+    """Return loaded values, with the saved ones in place of those that have another type."""
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, str):
+        return saved
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        return {key: _with_types_of(saved[key], value) if key in saved else value for key, value in loaded.items()}
+    if type(saved) in (list, tuple) and type(loaded) is type(saved) and len(loaded) == len(saved):
+        return type(saved)(map(_with_types_of, saved, loaded))
+    return loaded
