@@ -167,6 +167,12 @@ def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Fingerprint]) 
             "itself, such as forward(). Let all change it alike, by values from trainer.gather(), or register it as a "
             f"buffer, which is copied from rank 0 before each forward pass. {_ON_PURPOSE}"
         )
+    if trainer.current_run.window.is_guarded:  # such steps call the bare module, and average all gradients themselves
+        return (
+            "With auto_microbatch or SkipFailedBatchesCallback, all gradients are averaged, so something else changes "
+            "it on each process by itself, such as a callback or an optimizer that draws random numbers. Let all change "
+            f"it alike, by values from trainer.gather(). {_ON_PURPOSE}"
+        )
     bypasses = "bypasses the averaging of gradients. Call self.model(...) in your step methods."
     if prepared is not None and not prepared.has_run:
         return f"trainer.model was never called in this run: a step that calls the bare module {bypasses} {_ON_PURPOSE}"
