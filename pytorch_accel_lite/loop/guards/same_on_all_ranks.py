@@ -170,8 +170,8 @@ def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Fingerprint]) 
     if trainer.current_run.window.is_guarded:  # such steps call the bare module, and average all gradients themselves
         return (
             "With auto_microbatch or SkipFailedBatchesCallback, all gradients are averaged, so something else changes "
-            "it on each process by itself, such as a callback or an optimizer that draws random numbers. Let all change "
-            f"it alike, by values from trainer.gather(). {_ON_PURPOSE}"
+            "it on each process by itself, such as a callback or an optimizer that draws random numbers. Let all "
+            f"change it alike, by values from trainer.gather(). {_ON_PURPOSE}"
         )
     bypasses = "bypasses the averaging of gradients. Call self.model(...) in your step methods."
     if prepared is not None and not prepared.has_run:
