@@ -124,10 +124,7 @@ class UpsetAt(TrainerCallback):
 
 
 def _train(
-    trainer_class: type[Trainer] = Trainer,
-    model: nn.Module | None = None,
-    auto_microbatch: bool = False,
-    **kwargs: Any,
+    trainer_class: type[Trainer] = Trainer, model: nn.Module | None = None, auto_microbatch: bool = False, **kwargs: Any
 ) -> Any:
     model = float64_model() if model is None else model
     kwargs.setdefault("callbacks", [])
