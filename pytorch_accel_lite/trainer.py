@@ -1004,14 +1004,14 @@ class Trainer:
     def call_event(self, event: str, **kwargs: object) -> None:
         """Call an event, which may be your own, on all callbacks. Every process must call it.
 
-        On a single process, a request to end the run is raised after the event; on several, it is synchronised. A pause
-        waits for the next point from which the run can be resumed exactly.
+        On a single process, a request to end the run is raised after the event; on several, or with logical processes,
+        it is synchronised. A pause waits for the next point from which the run can be resumed exactly.
         """
         handler = self.callback_handler
         if not handler.listeners[event]:
             return
         control = self.current_run.control
-        if control.ranks.world_size > 1:
+        if control.ranks.world_size > 1 or control.syncs_each_update:
             handler.call_event_passing_stops(event, control.request, self, **kwargs)
             return
         try:

@@ -149,8 +149,7 @@ def _call_ending_event(trainer: TrainerLike, run: Run, event: str) -> None:
     """Fire an event while the run is ending, ignoring requests to stop it."""
     try:
         trainer.call_event(event)
-        if run.ranks.world_size > 1:
-            run.control.sync(now=True)
+        run.control.sync(now=True)
     except StopTrainingError as stop:
         run.end.reason = run.end.reason or str(stop)
 

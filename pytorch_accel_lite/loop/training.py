@@ -42,6 +42,7 @@ from pytorch_accel_lite.run.trained_objects import set_optimizer_modes
 def begin_training(trainer: TrainerLike, run: Run) -> None:
     """Start the clock, plan the evaluations and the first update, and let the step prepare for its first batch."""
     run.control.start_clock()
+    run.control.syncs_each_update = trainer.division.has_fixed_shares
     begin_evaluations(run)
     run.loop.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
     _plan_first_update(trainer, run)

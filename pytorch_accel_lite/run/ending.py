@@ -20,9 +20,9 @@ class StopTrainingError(Exception):
     """Raise it in a callback to end the run early but in order: the ending events fire, and ``train`` returns.
 
     With one process, the run stops where it is raised. With several, a single rank may raise it: the request is passed
-    to the others, and all ranks stop after the same update. A stopped run is over, also for
-    ``train(resume_from="latest")``, unless you give it more epochs or updates, or change the arguments of the callback.
-    To continue a run later, raise ``RunPausedError``.
+    to the others, and all ranks stop after the same update. With logical processes, that is the current update, on any
+    number of ranks. A stopped run is over, also for ``train(resume_from="latest")``, unless you give it more epochs or
+    updates, or change the arguments of the callback. To continue a run later, raise ``RunPausedError``.
     """
 
     #: The callback that raised it, as the call that created it.
@@ -98,10 +98,15 @@ class StopCoordinator:
 
     Evaluations and the ends of epochs always synchronise, and so does the update that comes next: a callback that all
     ranks stop because of what was evaluated, such as early stopping within an epoch, stops them as soon as one process.
+
+    Attributes:
+        syncs_each_update: whether the ranks, be they one or several, synchronise at each update, and a stop waits for
+            it: the run then stops at the same point on any number of ranks
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
+        self.syncs_each_update = False
         #: Whether ``sync()`` may have work to do: always on several ranks, otherwise once there is a request.
         self.must_sync = ranks.world_size > 1
         #: The signal that has requested the end of the run on this rank, also if the run has ended otherwise.
@@ -161,8 +166,9 @@ class StopCoordinator:
             current_time = time.monotonic()
             pace = (current_time - self._since) / self._updates
             stop, pause, pace, self._clock = self.ranks.max([stop, pause, pace, current_time - self._start])
-            # With now, the time includes more than updates.
-            self._interval = 1 if now else int(min(max(_SECONDS_BETWEEN_SYNCS / max(pace, 1e-9), 1), 10_000))
+            self._interval = int(min(max(_SECONDS_BETWEEN_SYNCS / max(pace, 1e-9), 1), 10_000))
+            if now or self.syncs_each_update:  # with now, the time includes more than updates
+                self._interval = 1
             self._updates = 0
             self._since = time.monotonic()
         if stop:

@@ -300,11 +300,35 @@ def unfreezing() -> dict[str, Any]:
     return result_of(trainer)
 
 
-ALL: list[Callable[[], Any]] = [images, with_workers, few_samples, tokens, metrics, combined, unfreezing]
-FEW = [with_workers, few_samples, combined]
+class StopsAfter(TrainerCallback):
+    def __init__(self, update: int, event: str) -> None:
+        self.update = update
+        setattr(self, event, self._stop)
+
+    def _stop(self, trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.update == self.update:
+            raise callbacks.StopTrainingError("enough")
+
+
+def stopped() -> list[dict[str, Any]]:
+    """Runs that callbacks stop: within an update, after one, and after one that an evaluation follows."""
+    results = []
+    for stop in (
+        StopsAfter(4, "on_optimizer_step_start"),
+        StopsAfter(5, "on_update_end"),
+        StopsAfter(6, "on_update_end"),
+    ):
+        trainer = adamw_trainer(float64_model(dtype=FLOATS), callbacks=[stop], seed=2, logical_processes=4)
+        trainer.train(mixture(), 3, float64_data(5, dtype=FLOATS), per_device_batch_size=1, evaluate_every="3 updates")
+        results.append(result_of(trainer, reason=trainer.run.end.reason))
+    return results
+
+
+ALL: list[Callable[[], Any]] = [images, with_workers, few_samples, tokens, metrics, combined, unfreezing, stopped]
+FEW = [with_workers, few_samples, combined, stopped]
 NEEDED: dict[Callable[[], Any], tuple[str, ...]] = {
     **dict.fromkeys([images, with_workers, few_samples], ("model_ema", "monitoring")),
-    combined: ("mixtures",),
+    **dict.fromkeys([combined, stopped], ("mixtures",)),
     unfreezing: ("mixtures", "unfreezing"),
 }
 
