@@ -1205,8 +1205,12 @@ class Trainer:
     def gradient_norm(self) -> torch.Tensor:
         """The total norm of the gradients of an update, before they are clipped, as a tensor on the device.
 
-        For use in ``on_optimizer_step_start``. The same on all processes, and computed when first accessed. In an
-        overridden ``train_step``, it is the norm for the optimizer being updated.
+        For use in ``on_optimizer_step_start``; until the step has ended, it is known if it was read there or if the
+        gradients are clipped by norm. The same on all processes, and computed when first accessed. In an overridden
+        ``train_step``, it is the norm for the optimizer being updated.
+
+        Raises:
+            RuntimeError: if the gradients of the update are not complete yet, or cleared already
         """
         return clipping.total_norm(self)
 

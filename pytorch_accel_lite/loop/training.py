@@ -248,6 +248,7 @@ def run_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     window.filled = window.filled % window.steps + 1
     window.is_ending = batch.is_last or window.filled == window.steps
     run.batch, run.batch_number = batch, step_number
+    run.training_step.gradient_norm = None
     if listeners["on_train_step_start"]:
         call_event = partial(_call_and_sync, trainer, run) if run.loop.must_sync_at_start else trainer.call_event
         call_event("on_train_step_start")

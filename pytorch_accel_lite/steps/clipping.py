@@ -69,10 +69,19 @@ def _clip_norm(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tens
 
 
 def total_norm(trainer: TrainerLike) -> torch.Tensor:
-    """Return the total norm of the gradients of an update, before they are clipped; computed once per update."""
+    """Return the total norm of the gradients of an update, before they are clipped; computed once per update.
+
+    Raises:
+        RuntimeError: before the update of a step and, if the norm was not computed by then, after it
+    """
     run = trainer.current_run
     step = run.training_step
     if step.gradient_norm is None:
+        if not step.can_skip_update:
+            raise RuntimeError(
+                "trainer.gradient_norm is the norm of the gradients of an update, which are not complete yet, or "
+                "cleared already. Read it in on_optimizer_step_start; then it is known until the step has ended."
+            )
         # If optimizers are updated one by one, the gradients of this one are unscaled already.
         if trainer.accelerator.scaler is not None and not step.updates_one_by_one:
             unscale(trainer)

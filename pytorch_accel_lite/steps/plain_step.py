@@ -92,7 +92,6 @@ class PlainStep(Step):
             run.ranks.copy_from_first(getattr(part, name) for part, name in self.synced_buffers)
         listeners = trainer.callback_handler.listeners
         run.window.finish(trainer.optimizer)
-        self.gradient_norm = None
         self.skips_update, self.can_skip_update = False, True
         if run.request.gradient_clip_value is not None or "clip_gradients" in run.overridden:
             clip_after_norm(trainer, run)
