@@ -224,6 +224,7 @@ class MapLoader(ShardedLoader):
         self._orders = EpochOrders(source, ranks, options)
         self._epoch_shares = _EpochShares(source, self._orders, ranks, options, rows)
         self._idle: _Idle | None = None  # kept with its workers for the next iteration
+        self._times_changed = 0  # as often as callers have said that the data changed
         self._collate: CollateFunction = source.collate_fn
         if self._memory is not None or options.seed is None:
             self._reader = reader_of(source.dataset)
@@ -295,9 +296,9 @@ class MapLoader(ShardedLoader):
     def _read_in_workers(self) -> Iterator[BatchData]:
         """Read with a loader that is not in use: with persistent workers, torch's loader has only one iterator."""
         source = self.source
-        marks = (
-            marks_of([source.dataset, source.collate_fn, source.worker_init_fn]) if source.persistent_workers else []
-        )
+        marks: Marks = [self._times_changed]
+        if source.persistent_workers:
+            marks += marks_of([source.dataset, source.collate_fn, source.worker_init_fn])
         loader = self._idle_or_new_loader(marks)
         batches = self._start_reading(loader)
         try:
@@ -343,6 +344,10 @@ class MapLoader(ShardedLoader):
         pin = self._pins and self._device.type == "cuda" and memory.is_on(torch.device("cpu"))
         # Nothing in an epoch affects the orders of torch's samplers, so they may be drawn ahead.
         return read_rows(memory, shares, len(self.source.dataset), has_fixed_order=self._orders.is_of_torch, pin=pin)
+
+    def read_again(self) -> None:
+        super().read_again()
+        self._times_changed += 1
 
     def stop_workers(self) -> None:
         super().stop_workers()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import marshal
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Iterable
+from itertools import chain
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -17,147 +18,138 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.extension_tools.data_and_batches import Marks, is_a, is_dense, parts_held
 
-#: A list, tuple, set, dict or array of objects.
-_Elements: TypeAlias = Any
-
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
-#: Types that are compared, but not searched.
-_LEAVES = (ModuleType, type, torch.Tensor, np.ndarray, np.generic, DataLoader)
-_SHORT = 1000  # elements, as many as parts_held searches in a list or dict
-_MOST_OBJECTS = 10_000
-_MOST_PLAIN = 1 << 17  # elements of a list of numbers or names that are all compared
-_MOST_OTHERS = 1 << 13  # elements of other lists and of dicts
-_PART = 16  # of a longer list, a 16th of the limit is compared
-_MOST_BYTES = 1 << 24  # bytes of an array that are all compared
-_PIECES, _PIECE = 1 << 10, 1 << 12  # pieces of a larger array that are compared, and bytes of a piece
+_LISTS = (list, tuple, set, frozenset, deque)
+#: The most that is compared: objects, elements of lists and dicts, bytes. It takes about as long to start workers.
+_MOST_OBJECTS, _MOST_ELEMENTS, _MOST_BYTES = 1 << 14, 1 << 22, 1 << 29
+_CHUNK = 1 << 12  # elements of a list that are compared at once
 
 
 def marks_of(roots: Iterable[object]) -> Marks:
     """Return marks that differ if objects, or their contents, have changed; reads nothing from a device.
 
-    Marks cover the attributes of objects at any depth, and the objects that functions use: numbers, names, the shapes,
-    versions and addresses of tensors, the contents of arrays, and elements of lists and dicts. Very long lists and
-    large arrays are compared only in part.
+    Marks cover the attributes of objects at any depth, and the objects that functions use: numbers, names, the contents
+    of tensors and arrays, and elements of lists and dicts. If there is more than can be compared in about half a
+    second, marks always differ.
     """
-    marks: Marks = []
-    seen: dict[int, object] = {}
-    left = [*roots]
-    while left and len(seen) < _MOST_OBJECTS:
-        item = left.pop()
-        if is_a(item, *_PLAIN):
-            marks.append(_hash_of(item))
-        elif id(item) not in seen:
-            seen[id(item)] = item
-            marks.append(type(item))
-            marks += _own_marks(item)
-            left += [] if is_a(item, *_LEAVES) else parts_held(item)
-    return marks
+    try:
+        return _Search(roots).marks
+    except _TooMuchError:
+        return [object()]
 
 
-def _own_marks(item: object) -> Iterator[object]:
-    """Yield marks of an object itself, without those of its ``parts_held``."""
-    if is_a(item, torch.Tensor):
-        yield _mark_of_tensor(item)
-    elif is_a(item, np.ndarray, np.generic):
-        yield _mark_of_array(np.asarray(item))
+class _TooMuchError(Exception):
+    """There is more than can be compared soon."""
+
+
+class _Identity:
+    """The mark of an object whose contents cannot be compared, which no other object has, not even a later one."""
+
+    def __init__(self, item: object) -> None:
+        self.item = item
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.item is self.item
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Search:
+    """Collects the marks of objects, and of all that they hold.
+
+    Args:
+        roots: where to begin
+
+    Raises:
+        _TooMuchError: if there is more than the limits
+    """
+
+    def __init__(self, roots: Iterable[object]) -> None:
+        self.marks: Marks = []
+        self._left = [*roots]
+        self._elements = self._bytes = 0
+        seen: dict[int, object] = {}
+        while self._left:
+            item = self._left.pop()
+            if is_a(item, *_PLAIN):
+                self.marks.append((type(item), item))
+            elif id(item) not in seen:
+                seen[id(item)] = item
+                self._check_limit(len(seen), _MOST_OBJECTS)
+                self.marks += type(item), self._mark(item)
+
+    def _check_limit(self, number: int, limit: int) -> None:
+        if number > limit:
+            raise _TooMuchError
+
+    def _mark(self, item: object) -> object:
+        """Return the mark of an object itself, and note what it holds as left to be searched."""
+        if is_a(item, torch.Tensor):
+            return self._mark_of_tensor(item)
         if is_a(item, np.ma.MaskedArray):
-            yield _mark_of_array(np.ma.getmaskarray(item), compares_address=False)
-    elif is_a(item, ModuleType, type):
-        yield id(item)
-    elif is_a(item, dict) and len(item) <= _SHORT:
-        yield from map(_hash_of, item)
-    elif is_a(item, list, tuple, dict, set, frozenset):
-        yield id(item) if len(item) > _SHORT else None
-        yield _mark_of_elements(item)
-    elif is_a(item, deque):
-        yield _mark_of_elements([*item])
-    elif is_a(item, bytearray, array) and item:
-        yield _mark_of_array(np.frombuffer(item, np.uint8))  # type: ignore[call-overload]
-    elif hasattr(type(item), "iloc"):
-        yield from _marks_of_table(item)
+            mask = np.ma.getmaskarray(item)
+            return self._mark_of_array(np.asarray(item)), self._mark_of_array(mask, compares_address=False)
+        if is_a(item, np.ndarray, np.generic):
+            return self._mark_of_array(np.asarray(item))
+        if is_a(item, ModuleType, type, DataLoader):
+            return _Identity(item)
+        if is_a(item, *_LISTS):
+            return self._mark_of_elements([*item])
+        if is_a(item, dict):
+            return self._mark_of_elements([*chain(item, item.values())])
+        if is_a(item, bytearray, array):
+            return self._mark_of_array(np.frombuffer(item, np.uint8) if item else np.empty(0))  # type: ignore[call-overload]
+        if hasattr(type(item), "iloc"):
+            return self._mark_of_table(item)
+        parts = parts_held(item)
+        self._left += parts
+        return None if parts else _Identity(item)
 
+    def _mark_of_table(self, table: Any) -> object:
+        """Return the mark of a data frame or a series."""
+        columns = [table] if len(table.shape) == 1 else [table.iloc[:, number] for number in range(table.shape[1])]
+        self._check_limit(len(columns), _MOST_OBJECTS)
+        names = None if len(table.shape) == 1 else self._mark_of_elements([*table.columns])
+        return table.shape, names, [self._mark_of_array(each.to_numpy(), compares_address=False) for each in columns]
 
-def _marks_of_table(table: Any) -> Iterator[object]:
-    """Yield marks of the columns of a data frame, or of a series."""
-    columns = [table] if len(table.shape) == 1 else [table.iloc[:, number] for number in range(table.shape[1])]
-    yield table.shape
-    yield None if len(table.shape) == 1 else _mark_of_elements([*table.columns])
-    for column in columns[:_SHORT]:
-        yield _mark_of_array(column.to_numpy(), compares_address=False)
+    def _mark_of_tensor(self, tensor: torch.Tensor) -> object:
+        version = 0 if tensor.is_inference() else tensor._version  # how often it was changed in place
+        mark = tensor.dtype, () if tensor.is_nested else tuple(tensor.shape), version
+        if tensor.device.type != "cpu" or not is_dense(tensor):
+            return mark
+        if tensor.is_shared():  # type: ignore[no-untyped-call]
+            return *mark, tensor.data_ptr()  # workers see changes that are made in place
+        self._count_bytes(tensor.nbytes)
+        elements = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        return *mark, tensor.data_ptr(), crc32(elements.view(torch.uint8).numpy().data)
 
+    def _mark_of_array(self, values: npt.NDArray[np.generic], compares_address: bool = True) -> object:
+        address = values.__array_interface__["data"][0] if compares_address else None
+        mark = values.dtype.str, values.shape, address
+        if values.dtype.hasobject:
+            return *mark, self._mark_of_elements(values.reshape(-1).tolist())
+        is_constant = not values.flags.writeable and compares_address  # pandas returns changed data in constant arrays
+        if is_constant or isinstance(values, np.memmap) or isinstance(values.base, np.memmap):
+            return mark  # the array is in a file, which workers read themselves
+        self._count_bytes(values.nbytes)
+        return *mark, crc32(np.ascontiguousarray(values).view(np.uint8).data)
 
-def _mark_of_tensor(tensor: torch.Tensor) -> object:
-    shape = () if tensor.is_nested else tuple(tensor.shape)
-    if tensor.device.type != "cpu" or not is_dense(tensor):
-        return tensor.dtype, shape, _version_of(tensor)
-    if tensor.is_shared():  # type: ignore[no-untyped-call]
-        return tensor.dtype, shape, tensor.data_ptr()  # workers see changes that are made in place
-    few = tensor.detach().reshape(-1)[:: max(tensor.numel() // _PIECES, 1)]  # NumPy arrays may change it
-    return (
-        tensor.dtype,
-        shape,
-        _version_of(tensor),
-        tensor.data_ptr(),
-        crc32(few.resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().tobytes()),
-    )
+    def _mark_of_elements(self, elements: list[object]) -> object:
+        """Return the mark of the elements of a list, dict, set or array of objects."""
+        self._elements += len(elements)
+        self._check_limit(self._elements, _MOST_ELEMENTS)
+        checksum = 0
+        for begin in range(0, len(elements), _CHUNK):
+            chunk = elements[begin : begin + _CHUNK]
+            try:
+                content = marshal.dumps(chunk, 2)  # in later versions, the bytes also depend on who else refers to them
+            except ValueError:  # elements of other types than those of Python
+                self._left += chunk
+                continue
+            self._count_bytes(len(content))
+            checksum = crc32(content, checksum)
+        return len(elements), checksum
 
-
-def _version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor has been changed in place, which tensors made in inference mode do not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _mark_of_array(values: npt.NDArray[np.generic], compares_address: bool = True) -> object:
-    address = values.__array_interface__["data"][0] if compares_address else None
-    if values.dtype.hasobject:
-        elements = values.reshape(-1)
-        return values.shape, address, _mark_of_elements(elements if values.dtype == object else elements.tolist())
-    is_constant = not values.flags.writeable and compares_address  # pandas returns changed data in constant arrays
-    if is_constant or isinstance(values, np.memmap) or isinstance(values.base, np.memmap):
-        return values.dtype.str, values.shape, address  # the array is in a file, which workers read themselves
-    if values.nbytes <= _MOST_BYTES:
-        return values.dtype.str, values.shape, address, crc32(np.ascontiguousarray(values).view(np.uint8).data)
-    rows = values.reshape(-1) if values.flags.c_contiguous else values
-    step, count = max(len(rows) // _PIECES, 1), max(_PIECE * len(rows) // values.nbytes, 1)
-    number = 0
-    for begin in range(0, len(rows), step):
-        number = crc32(np.ascontiguousarray(rows[begin : begin + count]).tobytes(), number)
-    return values.dtype.str, values.shape, address, number
-
-
-def _mark_of_elements(elements: _Elements) -> int:
-    """Return a hash of the elements of a list, dict, set or array of objects; of very many, only some count."""
-    length = len(elements)
-    if isinstance(elements, (set, frozenset)):
-        return hash((length, frozenset(map(_hash_of, elements)) if length <= _MOST_PLAIN else None))
-    if isinstance(elements, dict):
-        elements = [*elements.items()]
-    plain = tuple(_some_of(elements, _MOST_PLAIN))
-    if {*map(type, plain)} <= {*_PLAIN}:
-        return hash((length, *(map(_hash_of, plain) if -1 in plain else plain)))
-    few = _some_of(elements, _MOST_OTHERS)
-    return hash((length, *(_mark_of_element(element, depth=3) for element in few)))
-
-
-def _hash_of(value: object) -> int:
-    """Hash a number, a text or a key. To Python, -1 and -2 have the same hash."""
-    return hash((value, "not -2")) if type(value) in (int, float) and value == -1 else hash(value)
-
-
-def _some_of(elements: Sequence[object] | npt.NDArray[Any], most: int) -> Sequence[object] | npt.NDArray[Any]:
-    return elements if len(elements) <= most else elements[:: -(-len(elements) * _PART // most)]
-
-
-def _mark_of_element(element: object, depth: int) -> int:
-    if is_a(element, *_PLAIN):
-        return _hash_of(element)
-    if is_a(element, torch.Tensor):
-        return hash((id(element), _version_of(element)))
-    if is_a(element, np.ndarray):
-        few = element.reshape(-1)[:: max(element.size // _PIECES, 1)]
-        return hash((id(element), few.tobytes() if element.dtype != object and element.flags.writeable else None))
-    if depth and is_a(element, list, tuple, dict):
-        parts = chain(element, element.values()) if is_a(element, dict) else iter(element)
-        return hash((len(element), *(_mark_of_element(part, depth - 1) for part in islice(parts, _SHORT))))
-    held = getattr(element, "__dict__", None)
-    return hash((id(element), _mark_of_element(held, depth - 1) if depth and held else 0))
+    def _count_bytes(self, size: int) -> None:
+        self._bytes += size
+        self._check_limit(self._bytes, _MOST_BYTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from array import array
 from collections import deque
@@ -16,6 +17,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.extensions.kept_workers.changed_data import marks_of
 from tests.launching import some_of
+from tests.small_models import listener
 
 
 class Crop:
@@ -226,15 +228,67 @@ def test_the_rows_of_a_subset_may_change_in_place():
     assert [sorted(seen[epoch][:, 0].tolist())[-1] for epoch in seen] == [4, 5, 6]
 
 
-def test_long_lists_are_compared_in_part_and_mapped_files_never(tmp_path):
+def test_every_element_of_long_lists_and_large_arrays_counts():
     data = Samples()
     data.labels, data.array = [0] * 3_000_000, np.zeros(4_000_000)
+    data.pairs = [(str(number), -1.0) for number in range(20_000)]
+    data.records = [{"label": 0, "text": [str(number)]} for number in range(20_000)]
+    data.tensors = [(torch.zeros(2), 0) for _ in range(2_000)]
+    data.crops = {number: Crop() for number in range(2_000)}
+    marks = [marks_of([data])]
+    assert marks == [marks_of([data])]
+    for change in (
+        lambda: data.labels.__setitem__(1_234_567, 1),
+        lambda: data.array.__setitem__(1_234_567, 1),
+        lambda: data.pairs.__setitem__(12_345, ("12345", -2.0)),
+        lambda: data.records[12_345]["text"].append("more"),
+        lambda: data.tensors[1_234][0].numpy().fill(1),
+        lambda: setattr(data.crops[1_234], "size", 1),
+    ):
+        change()
+        assert marks_of([data]) not in marks
+        marks.append(marks_of([data]))
+
+
+def test_more_than_can_be_compared_counts_as_changed():
+    assert marks_of([[0] * 10_000_000]) != marks_of([[0] * 10_000_000])
+    crops = [Crop() for _ in range(20_000)]
+    assert marks_of([crops]) != marks_of([crops])
+
+
+def test_mapped_files_are_not_compared(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros(10))
+    data = Samples()
     data.mapped = np.load(tmp_path / "a.npy", mmap_mode="r+")
     before = marks_of([data])
     data.mapped[:] = 1  # workers read the file
     assert marks_of([data]) == before
-    data.labels[:] = [1] * 3_000_000
-    changed = marks_of([data])
-    data.array[:] = 1
-    assert before != changed != marks_of([data])
+
+
+class Hidden(Dataset):
+    """Gives a number that it holds where it cannot be compared."""
+
+    def __init__(self):
+        self.numbers = io.BytesIO(bytes([0]))
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.ones(1), torch.tensor([float(self.numbers.getvalue()[0])])
+
+
+def test_workers_start_again_when_data_must_be_read_again():
+    class Changes(TrainerCallback):
+        def on_update_end(self, trainer, **kwargs):
+            if trainer.progress.update == 2:
+                trainer.train_dataset.numbers.write(bytes([1]))
+                trainer.train_dataloader.read_again()
+
+    seen = []
+    model = nn.Linear(1, 1)
+    note = listener(on_train_step_end=lambda trainer, batch, **_: seen.extend(batch[1].flatten().tolist()))
+    trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.0), callbacks=[Changes(), note])
+    workers = {"num_workers": 1, "persistent_workers": True}
+    trainer.train(Hidden(), 1, per_device_batch_size=2, train_dataloader_kwargs=workers)
+    assert seen == [0, 0, 0, 0, 1, 1, 1, 1]
