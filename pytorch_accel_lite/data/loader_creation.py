@@ -115,6 +115,8 @@ def _merged(dataset: Source, defaults: LoaderKwargs, arguments: LoaderKwargs | N
         excluded |= {"batch_size", "drop_last", "sampler"}
     if not (defaults | arguments).get("num_workers"):
         excluded |= {"persistent_workers", "prefetch_factor"}
+    elif not defaults.get("num_workers"):  # the user's workers, where there would be none
+        defaults = {**defaults, "persistent_workers": True}
     return {name: value for name, value in defaults.items() if name not in excluded} | arguments
 
 

@@ -58,8 +58,8 @@ def check_gives_batches(loader: ShardedLoader, argument: str) -> None:
     """
     if find_length(loader) == 0:
         raise ValueError(
-            f"{argument} gives no batch: with drop_last=True it must hold at least one batch for every process. "
-            "Lower the batch size, or omit drop_last."
+            f"{argument} gives no batch: its sampler is empty, or has less than a batch for every process, while "
+            "drop_last=True drops what is left. Lower the batch size, or omit drop_last."
         )
 
 

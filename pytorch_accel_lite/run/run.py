@@ -353,6 +353,11 @@ class Run:
         return self.config
 
     @property
+    def _num_epochs(self) -> int | None:
+        """The number of epochs of the run; ``None`` if it is unknown, or before there is a config."""
+        return None if self.config is None else self.config.num_epochs
+
+    @property
     def epoch_is_trained(self) -> bool:
         """Whether the steps of the current epoch are done."""
         return self.epoch_phase > EpochPhase.TRAINING
@@ -370,7 +375,7 @@ class Run:
     @property
     def is_finished(self) -> bool:
         """Whether all requested epochs or updates are complete."""
-        limit, num_epochs = self.request.max_num_train_steps, self.required_config.num_epochs
+        limit, num_epochs = self.request.max_num_train_steps, self._num_epochs
         counts_updates = self.progress.update > 0  # an overridden _run_train_epoch need not count updates
         if limit is not None and (counts_updates or num_epochs is None or self.end.has_reached_limit):
             # The number of epochs is an estimate, because batches may be skipped.
@@ -381,7 +386,7 @@ class Run:
     def ends_with_epoch(self) -> bool:
         """Whether the current epoch is the last one, as far as that is known."""
         no_limit = self.request.max_num_train_steps is None
-        return self.is_finished or (no_limit and self.progress.epoch == self.required_config.num_epochs)
+        return self.is_finished or (no_limit and self.progress.epoch == self._num_epochs)
 
     @property
     def has_made_last_update(self) -> bool:
@@ -392,7 +397,7 @@ class Run:
     @property
     def max_num_samples(self) -> int | None:
         """The number of samples in all epochs of the run, which may end within the last epoch; ``None`` if unknown."""
-        samples, num_epochs = self.data.required_train_loader.num_samples_read, self.required_config.num_epochs
+        samples, num_epochs = self.data.required_train_loader.num_samples_read, self._num_epochs
         return None if samples is None or num_epochs is None else samples * num_epochs
 
     @property

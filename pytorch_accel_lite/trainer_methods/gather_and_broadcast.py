@@ -28,6 +28,9 @@ def gather(
     With several processes, the result carries no gradients unless ``with_gradients=True``, and a backward pass through
     it raises an error. With one process, the input is returned unchanged.
 
+    In the last step of an epoch or an evaluation, a process without samples computes a filler batch, whose rows repeat
+    samples. They are in the result, unlike in that of ``accelerator.gather_for_metrics()``.
+
     Args:
         tensor: a tensor, or nested lists, tuples and dicts of tensors. The first dimension may differ between
             processes. Tensors without dimensions become a tensor with one element per process.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, StackDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset, Subset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.data import OwnShard
@@ -60,6 +60,28 @@ def test_a_stream_with_persistent_workers_is_read_by_later_runs():
     assert trainer.evaluate() == trainer.evaluate(loader)
     trainer.train(loader, 1)
     assert trainer.progress.samples == 6
+
+
+class ReadBy(Dataset[Any]):
+    """Gives the process that reads, a batch at a time, for which no worker is used by default."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(4), torch.tensor([float(os.getpid())])
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.extension("kept_workers")
+def test_workers_that_are_asked_for_stay_between_epochs():
+    readers = []
+    note = listener(on_train_step_end=lambda trainer, batch, **_: readers.extend(batch[1].flatten().tolist()))
+    train(make_trainer([note]), 2, train_dataset=ReadBy(), train_dataloader_kwargs={"num_workers": 1})
+    assert len({*readers}) == 1
+    assert os.getpid() not in readers
 
 
 def test_workers_are_used_only_where_they_pay_off():

@@ -120,6 +120,11 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"train_dataset gives no batch.*drop_last=True.*Lower the batch size",
     ),
+    "train_dataset has an empty sampler": (
+        {"train_dataloader_kwargs": {"sampler": []}},
+        ValueError,
+        "train_dataset gives no batch: its sampler is empty, or",
+    ),
     "drop_last leaves nothing to evaluate": (
         {"per_device_batch_size": 3, "eval_dataset": make_data(2), "eval_dataloader_kwargs": {"drop_last": True}},
         ValueError,

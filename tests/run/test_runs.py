@@ -50,6 +50,15 @@ from tests.small_models import (
 # -------------------------------------------------------------------------------------- how long a run is
 
 
+def test_a_trainer_is_finished_only_after_a_run():
+    finished = []
+    trainer = make_trainer([listener(on_update_end=lambda trainer, **_: finished.append(trainer.is_finished))])
+    assert not trainer.is_finished
+    train(trainer, 1, batch_size=4)
+    assert finished[0] is False
+    assert trainer.is_finished
+
+
 @pytest.mark.extension("failed_batches")
 def test_a_limit_of_updates_is_kept_when_batches_were_skipped():
     class Fails(Trainer):
