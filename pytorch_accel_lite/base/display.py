@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.values import to_number
+from pytorch_accel_lite.base.nested_values import to_number
 
 
 def escape_unprintable(text: object, keeps: str = "") -> str:

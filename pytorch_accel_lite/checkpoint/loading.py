@@ -24,9 +24,9 @@ from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import (
 )
 from pytorch_accel_lite.checkpoint.models.supported_engines import refuse_engines
 from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, read_pretrained, verify_weights
+from pytorch_accel_lite.checkpoint.states.capture_and_restore import restore_after_start, restore_before_start
 from pytorch_accel_lite.checkpoint.states.manifest import MANIFEST
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
-from pytorch_accel_lite.checkpoint.states.state_contents import restore_after_start, restore_before_start
 from pytorch_accel_lite.checkpoint.states.state_files import read_learned
 from pytorch_accel_lite.checkpoint.stores_by_url import read_state, store_of
 from pytorch_accel_lite.distributed.lost_processes import naming_call

@@ -37,8 +37,8 @@ from pytorch_accel_lite.checkpoint.models.supported_engines import (
     refuse_fsdp1,
 )
 from pytorch_accel_lite.checkpoint.models.weights import WEIGHTS, full_state_dict, model_state
+from pytorch_accel_lite.checkpoint.states.capture_and_restore import capture
 from pytorch_accel_lite.checkpoint.states.manifest import entries_of_states
-from pytorch_accel_lite.checkpoint.states.state_contents import capture
 from pytorch_accel_lite.checkpoint.states.state_files import CapturedState
 from pytorch_accel_lite.checkpoint.stores_by_url import open_folder, write_state
 from pytorch_accel_lite.distributed import Ranks
@@ -151,7 +151,7 @@ def save_checkpoint(
             trainer.ranks.barrier()  # other processes may still be reading the old file
             trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, target) if writes else None)
 
-    trainer.ranks.repeatable(attempt)
+    trainer.ranks.repeat_if_process_lost(attempt)
 
 
 class SavedModel(NamedTuple):
@@ -215,7 +215,7 @@ def save_model(
 
             trainer.ranks.run_together(write, only_first=True)
 
-    trainer.ranks.repeatable(attempt)
+    trainer.ranks.repeat_if_process_lost(attempt)
 
 
 def _warn_of_name_of_file(path: str) -> None:
@@ -332,7 +332,9 @@ def save_training_state(
                 then()
 
         if writer is None:
-            trainer.ranks.repeatable(lambda: write(trainer.ranks, capture(trainer, kwargs, created_weights, sharded)))
+            trainer.ranks.repeat_if_process_lost(
+                lambda: write(trainer.ranks, capture(trainer, kwargs, created_weights, sharded))
+            )
         else:
             captured = capture(trainer, kwargs, created_weights, sharded).to_host(writer.memory)
             writer.start(partial(write, writer.ranks, captured))

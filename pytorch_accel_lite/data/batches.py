@@ -12,8 +12,8 @@ import torch
 from accelerate.utils import recursively_apply, send_to_device
 from accelerate.utils.operations import honor_type
 
+from pytorch_accel_lite.base.nested_values import is_dataclass, parts_in, tensors_in
 from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.base.values import is_dataclass, parts_in, tensors_in
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, Index, find_length
 
 

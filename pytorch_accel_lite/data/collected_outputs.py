@@ -12,8 +12,8 @@ from accelerate.utils.operations import honor_type
 
 from pytorch_accel_lite.base.display import listed
 from pytorch_accel_lite.base.machine import await_processes
+from pytorch_accel_lite.base.nested_values import is_dataclass, tensors_in
 from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.base.values import is_dataclass, tensors_in
 from pytorch_accel_lite.data.batches import is_list_of_samples
 
 _BYTES_OF_A_CHUNK = 2**25

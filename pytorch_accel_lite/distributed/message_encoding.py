@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from pytorch_accel_lite.base.machine import await_processes
-from pytorch_accel_lite.base.values import is_dense
+from pytorch_accel_lite.base.nested_values import is_dense
 
 #: Unpickling a sparse tensor puts it on a private list of torch's, which keeps the tensor until it is validated.
 _release_sparse_tensors: Callable[[], None] = getattr(torch._utils, "_validate_loaded_sparse_tensors", lambda: None)  # noqa: SLF001

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from pytorch_accel_lite.base.values import distinct_elements, is_dense
+from pytorch_accel_lite.base.nested_values import distinct_elements, is_dense
 from pytorch_accel_lite.distributed.control_group import CAPACITY, ControlGroup, find_purpose
 from pytorch_accel_lite.distributed.errors_on_all_ranks import try_action, values_or_first_error
 from pytorch_accel_lite.distributed.message_encoding import decode, leaves_device
@@ -276,8 +276,8 @@ class Ranks:
         """Whether there is a single process, and will always be."""
         return self.world_size == 1
 
-    def repeatable(self, action: Callable[[], T], changes: object = None) -> T:
-        """Return the result of an action in which each process has its own part.
+    def repeat_if_process_lost(self, action: Callable[[], T], changes: object = None) -> T:
+        """Return the result of an action in which each process has its own part. If one is lost, the others repeat it.
 
         Args:
             changes: the trainer, if the action is an evaluation: what it has recorded is removed before a repetition

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.display import short_repr
 from pytorch_accel_lite.base.machine import cores_per_process
+from pytorch_accel_lite.base.nested_values import is_dense, parts_in, tensors_in
 from pytorch_accel_lite.base.reachable_objects import is_a, nested_in, parts_held, reachable_from
-from pytorch_accel_lite.base.values import is_dense, parts_in, tensors_in
 from pytorch_accel_lite.data.batch_adapter import (
     IGNORED_LABEL,
     TARGET_KEYS,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.values import to_number
+from pytorch_accel_lite.base.nested_values import to_number
 from pytorch_accel_lite.distributed.gradient_sync import average_gradients, no_sync_within_window, sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.arguments_and_datasets import not_optimized
 from pytorch_accel_lite.optimizers.optimizer_parts import (
@@ -41,12 +41,12 @@ from pytorch_accel_lite.run.trained_objects import (
     parameters_not_in_model,
     set_optimizer_modes,
 )
-from pytorch_accel_lite.steps.clipping import clip_after_norm, total_norm
+from pytorch_accel_lite.steps.clipping import clip_keeping_norm, total_norm
 
 __all__ = [
     "Count", "CreateScheduler", "Options", "ParamGroup", "Rate", "TrainerOptimizer", "WindowCounts",
     "all_optimized_parameters", "all_registered_objects", "as_weight", "average_gradients", "buffers_in",
-    "clip_after_norm", "current_rates", "evaluating_optimizers", "format_rates", "group_names", "initial_options",
+    "clip_keeping_norm", "current_rates", "evaluating_optimizers", "format_rates", "group_names", "initial_options",
     "is_created", "layer_scales", "learning_rates", "needs_closure", "no_sync_within_window", "not_optimized",
     "optimized_parameters", "other_modules", "other_optimizers", "parameters_not_in_model", "parts_of_optimizer",
     "scheduled_options", "schedulers_in", "set_optimizer_modes", "set_option", "sync_ddp_buffers", "total_norm",

@@ -14,8 +14,8 @@ import torch
 from tqdm import tqdm
 
 from pytorch_accel_lite.base.display import escape_unprintable, format_metric, is_terminal, listed, short_repr, wrapped
+from pytorch_accel_lite.base.nested_values import to_number
 from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.base.values import to_number
 from pytorch_accel_lite.extension_tools.templates import Column, render
 from pytorch_accel_lite.run.history import PLOTS, CurvePlots
 

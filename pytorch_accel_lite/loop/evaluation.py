@@ -95,7 +95,7 @@ def evaluate_all(trainer: TrainerLike, run: Run, kind: EvaluationKind) -> dict[s
             ):
                 run.completes_evaluation = kind is EvaluationKind.OF_RUN and number == len(loaders)
                 evaluate = _evaluation_on(trainer, run, loader, kind)
-                trainer.ranks.repeatable(evaluate, changes=trainer)
+                trainer.ranks.repeat_if_process_lost(evaluate, changes=trainer)
                 _note_completion(run)  # an override need not call evaluate_dataset()
             losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
     finally:

@@ -14,9 +14,9 @@ from pytorch_accel_lite.base.random_generators import capture_generators, restor
 from pytorch_accel_lite.base.user_code import is_from_this_package, is_overridden
 from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.checkpoint.disk.locks import lock_path
-from pytorch_accel_lite.checkpoint.state_to_resume import find_state
+from pytorch_accel_lite.checkpoint.find_state import find_state
+from pytorch_accel_lite.checkpoint.states.capture_and_restore import check_history
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
-from pytorch_accel_lite.checkpoint.states.state_contents import check_history
 from pytorch_accel_lite.data.loader_creation import LoaderKwargs
 from pytorch_accel_lite.loop import custom_loops, training
 from pytorch_accel_lite.loop.guards.arguments_and_datasets import check_optimizers, check_training

@@ -15,7 +15,7 @@ from pytorch_accel_lite.distributed import shutdown
 from pytorch_accel_lite.distributed.accelerator import in_effect
 from pytorch_accel_lite.distributed.job_observers_seam import observed
 from pytorch_accel_lite.distributed.lost_processes import naming_call
-from pytorch_accel_lite.loop.gather_for_metrics import gathering_uneven_batches
+from pytorch_accel_lite.loop.accelerates_gather import gathering_uneven_batches
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_call
 from pytorch_accel_lite.loop.model_setup import check_model_has_values, release_model
 from pytorch_accel_lite.optimizers.scheduled_options import note_initial_options, note_options

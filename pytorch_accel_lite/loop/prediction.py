@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from pytorch_accel_lite.base.display import listed
 from pytorch_accel_lite.base.machine import is_asynchronous, record_event
 from pytorch_accel_lite.base.modules import evaluation_mode
+from pytorch_accel_lite.base.nested_values import parts_in, tensors_in
 from pytorch_accel_lite.base.random_generators import capture_generators, restore_generators
 from pytorch_accel_lite.base.types import StateDict, Tree
-from pytorch_accel_lite.base.values import parts_in, tensors_in
 from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.data.batches import Batch, infer_batch_size
 from pytorch_accel_lite.data.collected_outputs import Concatenation, ListOfSamples, concatenate, to_cpu
@@ -122,7 +122,7 @@ def predict(trainer: TrainerLike, arguments: DataArguments, only_first: bool) ->
                 is_empty = False
         return None if is_empty else outputs
 
-    outputs = trainer.ranks.repeatable(collect)
+    outputs = trainer.ranks.repeat_if_process_lost(collect)
     if outputs is None:
         raise ValueError(
             f"dataset gave no batch: {type(arguments.dataset).__name__} is empty or exhausted, or a "

@@ -16,8 +16,12 @@ from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import describe_attributes
 from pytorch_accel_lite.checkpoint.models.trainability import note_trainability
+from pytorch_accel_lite.checkpoint.states.capture_and_restore import (
+    restore_after_start,
+    restore_again,
+    restore_before_start,
+)
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
-from pytorch_accel_lite.checkpoint.states.state_contents import restore_after_start, restore_again, restore_before_start
 from pytorch_accel_lite.loop.guards.modes import has_starting_code
 from pytorch_accel_lite.loop.scheduling import check_schedule_length, warn_of_other_schedule
 from pytorch_accel_lite.optimizers.optimizer_parts import parts_of_optimizer

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.base.modules import normalised_weights
+from pytorch_accel_lite.base.nested_values import distinct_elements
 from pytorch_accel_lite.base.random_generators import (
     capture_generators,
     restore_generator,
@@ -22,7 +23,6 @@ from pytorch_accel_lite.base.random_generators import (
 )
 from pytorch_accel_lite.base.reachable_objects import is_generator
 from pytorch_accel_lite.base.types import HasStateDict
-from pytorch_accel_lite.base.values import distinct_elements
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.optimizers.state_loading import load_state_of
 from pytorch_accel_lite.run.history import count_values, shorten_to

@@ -153,12 +153,12 @@ def train_epoch(trainer: TrainerLike, run: Run) -> bool:
 def _begin_train_epoch(trainer: TrainerLike, run: Run) -> None:
     """Fire the starting events of the steps of an epoch."""
     # The two starting events may reset what a state has restored, so a resumed run restores it once more after them.
-    options, wrapped = options_before_epoch(trainer, run), trainer.model
+    options, model_before = options_before_epoch(trainer, run), trainer.model
     trainer.train_epoch_start()
     run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
     call_start_event(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
-    if trainer.model is not wrapped and not run.progress.step:
+    if trainer.model is not model_before and not run.progress.step:
         run.loop.must_warm_up_ddp = False  # the interrupted run, too, began this epoch with a new wrapper
     if trainer.prepared_model is not None:  # a callback may have replaced the model or the optimizer
         if trainer.model is not trainer.prepared_model.model:

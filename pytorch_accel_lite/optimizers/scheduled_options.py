@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.values import to_number
+from pytorch_accel_lite.base.nested_values import to_number
 from pytorch_accel_lite.optimizers.optimizer_parts import TrainerOptimizer, unwrapped_parts
 
 # Options that torch's schedules change in parameter groups. Schedulers store initial values there, as "initial_lr".

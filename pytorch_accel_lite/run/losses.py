@@ -200,7 +200,9 @@ class LossTrackers(dict[str, LossTracker]):
 
     def summed(self, ranks: Ranks) -> dict[str, tuple[float, float]]:
         """Return the sums of the losses and of their weights over all ranks, by name. Reads from the device."""
-        return self.add_up(chain.from_iterable(ranks.repeatable(lambda: ranks.all_gather_object(self.local_sums()))))
+        return self.add_up(
+            chain.from_iterable(ranks.repeat_if_process_lost(lambda: ranks.all_gather_object(self.local_sums())))
+        )
 
     def means(self, ranks: Ranks, name: str) -> dict[str, float]:
         """Return the means over all ranks, by metric name.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol, runtime_checkable
 
 from pytorch_accel_lite.base.display import call_repr
-from pytorch_accel_lite.base.values import to_number
+from pytorch_accel_lite.base.nested_values import to_number
 from pytorch_accel_lite.data.loader_creation import LoaderKwargs
 from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
 from pytorch_accel_lite.run.training_state import TrainingState

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
+from pytorch_accel_lite.base.nested_values import to_number
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.values import to_number
 from pytorch_accel_lite.optimizers.scheduled_options import set_option
 
 

@@ -99,7 +99,7 @@ def unscale(trainer: TrainerLike) -> None:
         accelerator.unscale_gradients(trainer.optimizer)
 
 
-def clip_after_norm(trainer: TrainerLike, run: Run) -> None:
+def clip_keeping_norm(trainer: TrainerLike, run: Run) -> None:
     """Clip gradients by value or as overridden, which loses their norm: compute it before, if callbacks may read it.
 
     The gradients are unscaled, whether an overridden ``clip_gradients`` uses functions of torch or of Accelerate.

@@ -17,7 +17,7 @@ from pytorch_accel_lite.run.notes_and_checks_seam import RUN_CHECKS
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 from pytorch_accel_lite.run.scheduler_steps import step_after_update
 from pytorch_accel_lite.run.trained_objects import buffers_beside_model, parameters_not_in_model
-from pytorch_accel_lite.steps.clipping import clip_after_norm, unscale
+from pytorch_accel_lite.steps.clipping import clip_keeping_norm, unscale
 from pytorch_accel_lite.steps.skipped_updates import step_or_tell_scaler
 
 
@@ -94,7 +94,7 @@ class PlainStep(Step):
         run.window.finish(trainer.optimizer)
         self.skips_update, self.can_skip_update = False, True
         if run.request.gradient_clip_value is not None or "clip_gradients" in run.overridden:
-            clip_after_norm(trainer, run)
+            clip_keeping_norm(trainer, run)
         else:
             trainer.clip_gradients()
         if listeners["on_optimizer_step_start"]:

@@ -126,15 +126,6 @@ def test_drop_last_drops_the_last_smaller_step_of_the_whole_job(batch):
         assert len(steps) == 23 // (batch * world_size)
 
 
-def batch_sampler() -> Any:
-    recorder, model = Recorder(), float64_model()
-    trainer = adamw_trainer(model, callbacks=[recorder])
-    trainer.train(
-        float64_data(11), 2, per_device_batch_size=2, train_dataloader_kwargs={"batch_sampler": LengthBuckets()}
-    )
-    return {"sizes": recorder.counts, "samples": trainer.progress.samples, "updates": trainer.progress.update}
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
@@ -219,6 +210,15 @@ def test_ranks_with_generators_of_their_own_agree_on_an_order(ranks):
         for epoch in (first, second):
             assert sorted(sample for batches in epoch for batch in batches for sample in batch) == list(range(23))
         assert first != second
+
+
+def batch_sampler() -> Any:
+    recorder, model = Recorder(), float64_model()
+    trainer = adamw_trainer(model, callbacks=[recorder])
+    trainer.train(
+        float64_data(11), 2, per_device_batch_size=2, train_dataloader_kwargs={"batch_sampler": LengthBuckets()}
+    )
+    return {"sizes": recorder.counts, "samples": trainer.progress.samples, "updates": trainer.progress.update}
 
 
 def test_a_users_batch_sampler_is_divided_among_processes(ranks):

@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator
 
 from pytorch_accel_lite.base.machine import is_asynchronous, record_event
+from pytorch_accel_lite.base.nested_values import is_dense
 from pytorch_accel_lite.base.types import Keys, Tree
-from pytorch_accel_lite.base.values import is_dense
 from pytorch_accel_lite.checkpoint.disk.torch_files import map_nested
 from pytorch_accel_lite.distributed.ranks import find_ranks
 

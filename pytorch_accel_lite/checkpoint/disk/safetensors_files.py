@@ -10,9 +10,9 @@ from typing import IO, Any
 import safetensors.torch
 import torch
 
+from pytorch_accel_lite.base.nested_values import is_dense
 from pytorch_accel_lite.base.paths import StrPath, name_of
 from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.base.values import is_dense
 from pytorch_accel_lite.checkpoint.disk.atomic_files import naming_file
 from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, sealed
 

@@ -30,7 +30,7 @@ def state_name(update: int) -> str:
     return f"update-{update:09d}"
 
 
-def _send_heartbeats(lock: FileLock, is_unlocked: threading.Event) -> None:
+def _show_life(lock: FileLock, is_unlocked: threading.Event) -> None:
     """Touch a lock at intervals, so that its time shows when the run was last alive."""
     while not is_unlocked.wait(_HEARTBEAT_SECONDS):
         lock.touch()
@@ -207,7 +207,7 @@ class DirectoryStore(StateStore):
             ) from None
         self._lock, self.alive_at = lock, lock.alive_at
         is_unlocked = threading.Event()
-        threading.Thread(target=_send_heartbeats, args=(lock, is_unlocked), daemon=True, name="signs-of-life").start()
+        threading.Thread(target=_show_life, args=(lock, is_unlocked), daemon=True, name="signs-of-life").start()
         self._unlock = weakref.finalize(self, _release, lock, is_unlocked)
         for path in self.location.iterdir():
             if match := _REMAINS.fullmatch(path.name):

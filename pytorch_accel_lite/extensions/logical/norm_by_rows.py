@@ -35,7 +35,7 @@ def norm_by_rows(gradients: Iterable[torch.Tensor], ranks: Ranks) -> torch.Tenso
         alike.append(sums)
     for sharding, parts in by_sharding.items():
         if sharding is not None:  # the others have zeros in the rows of this process
-            summed = ranks.repeatable(partial(_add_up, sharding, parts))
+            summed = ranks.repeat_if_process_lost(partial(_add_up, sharding, parts))
             by_sharding[sharding] = list(summed.split([len(part) for part in parts]))  # type: ignore[no-untyped-call]
     rows = [by_sharding[sharding][index] for sharding, index in places]
     return torch.cat(rows).sum().sqrt() if rows else torch.zeros(())

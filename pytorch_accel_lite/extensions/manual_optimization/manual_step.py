@@ -33,7 +33,7 @@ from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
     all_optimized_parameters,
     average_gradients,
     buffers_in,
-    clip_after_norm,
+    clip_keeping_norm,
     optimized_parameters,
     parts_of_optimizer,
     schedulers_in,
@@ -233,7 +233,7 @@ class ManualStep(Step):
             stepped = _ScaledOptimizer(optimizer, self._scaler)
         with _only_optimizer(trainer, stepped):
             if run.request.gradient_clip_value is not None or "clip_gradients" in run.overridden:
-                clip_after_norm(trainer, run)
+                clip_keeping_norm(trainer, run)
             else:
                 trainer.clip_gradients()
         trainer.call_event("on_optimizer_step_start")

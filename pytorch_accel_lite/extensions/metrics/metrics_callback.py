@@ -525,7 +525,7 @@ def _merge_over_ranks(metrics: MetricCollection, shares: Callable[[], list[Metri
             for share in shares()
         ]
 
-    gathered = chain.from_iterable(ranks.repeatable(lambda: ranks.all_gather_object(local())))
+    gathered = chain.from_iterable(ranks.repeat_if_process_lost(lambda: ranks.all_gather_object(local())))
     for part, *states in zip(_metrics_in(metrics), *gathered, strict=True):
         part.distributed_available_fn = _never  # compute() must not merge the states again
         present = [state for state in states if state is not None]

@@ -207,7 +207,7 @@ class ModelEmaCallback(MetricWatcher):
         path = self.save_path
         module = self._average.module
         trainer.sync_buffers(module)
-        weights = trainer.ranks.repeatable(lambda: model_state(module))
+        weights = trainer.ranks.repeat_if_process_lost(lambda: model_state(module))
         left_out = leave_out_frozen(module, weights, only_quantised=True)
         checkpoint = {"model_state_dict": weights, "epoch": trainer.progress.epoch, **metrics}
         checkpoint |= {LEFT_OUT: left_out} if left_out else {}

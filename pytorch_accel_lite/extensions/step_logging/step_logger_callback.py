@@ -196,7 +196,7 @@ class StepLogger(TrainerCallback, ABC):
 
         total = count = 0.0
         by_name: dict[str, list[float]] = {}
-        for names, (rank_total, rank_count, *values) in ranks.repeatable(gather):
+        for names, (rank_total, rank_count, *values) in ranks.repeat_if_process_lost(gather):
             total += rank_total
             count += rank_count
             for name, value in zip(names, values, strict=True):

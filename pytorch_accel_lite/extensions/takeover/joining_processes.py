@@ -129,7 +129,7 @@ def save_final_state(trainer: TrainerLike, membership: Membership) -> None:
                 membership.store.put_folder(Key.ENDED, directory, membership.trainings)
             trainer.ranks.barrier()
 
-    trainer.ranks.repeatable(keep)
+    trainer.ranks.repeat_if_process_lost(keep)
 
 
 def enter(run: Run, membership: Membership) -> None:

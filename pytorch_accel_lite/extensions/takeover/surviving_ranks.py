@@ -87,7 +87,7 @@ class SurvivingRanks(Ranks):
         restart.is_before_training = False
         return self.result_of_first(lambda: restart.state)
 
-    def repeatable(self, action: Callable[[], T], changes: object = None) -> T:
+    def repeat_if_process_lost(self, action: Callable[[], T], changes: object = None) -> T:
         keep = None if changes is None else partial(_undo_of_evaluation, cast(TrainerLike, changes))
         return self.membership.do(action, keep)
 

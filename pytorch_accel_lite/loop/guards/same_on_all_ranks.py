@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.base.arguments import arguments_of
+from pytorch_accel_lite.base.display import listed
 from pytorch_accel_lite.base.modules import normalised_weights, unwrap
+from pytorch_accel_lite.base.nested_values import is_dense
 from pytorch_accel_lite.base.paths import is_place
 from pytorch_accel_lite.base.quantised_weights import all_plain_parts
 from pytorch_accel_lite.base.sums_of_bits import sums_of_bits
 from pytorch_accel_lite.base.user_code import is_from_this_package
-from pytorch_accel_lite.base.values import is_dense
 from pytorch_accel_lite.data.sources import Source, is_named
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call
@@ -178,13 +179,10 @@ def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Fingerprint]) 
         return f"trainer.model was never called in this run: a step that calls the bare module {bypasses} {_ON_PURPOSE}"
     unused = {rank: found.without_gradient for rank, found in enumerate(by_rank) if found.without_gradient}
     if unused:
-        listed = "; ".join(
-            f"{', '.join(map(repr, names[:_MAX_NAMED]))}{', ...' * (len(names) > _MAX_NAMED)} on rank {rank}"
-            for rank, names in unused.items()
-        )
+        of_ranks = (f"{listed(map(repr, of_rank), _MAX_NAMED)} on rank {rank}" for rank, of_rank in unused.items())
         return (
-            f"In the first update, the loss did not depend on these parameters: {listed}. torch averages no gradients "
-            f"until each parameter has one. {_UNUSED} {_ON_PURPOSE}"
+            f"In the first update, the loss did not depend on these parameters: {'; '.join(of_ranks)}. torch averages "
+            f"no gradients until each parameter has one. {_UNUSED} {_ON_PURPOSE}"
         )
     return (
         "Likely causes: a step that calls the bare module or a part of it, or parameters that were unfrozen during the "

@@ -14,6 +14,7 @@ from torch import nn
 
 from pytorch_accel_lite.base.display import listed
 from pytorch_accel_lite.base.modules import without_compile
+from pytorch_accel_lite.base.nested_values import is_dense
 from pytorch_accel_lite.base.random_generators import (
     capture_generators,
     derive_seed,
@@ -21,7 +22,6 @@ from pytorch_accel_lite.base.random_generators import (
     seed_generators,
 )
 from pytorch_accel_lite.base.types import HasStateDict, Keys, StateDict, Tree
-from pytorch_accel_lite.base.values import is_dense
 from pytorch_accel_lite.base.warnings_and_errors import warn_outside
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import LEFT_OUT
 from pytorch_accel_lite.checkpoint.disk.extracted_tensors import extract_tensors
