@@ -404,8 +404,7 @@ class Trainer:
         if eval_dataset is not None:
             arguments_and_datasets.check_dataset(self, "eval_dataset", eval_arguments, train_dataset)
         self.create_scheduler_fn = schedule
-        run = Run.create(self, request, train_dataset, eval_dataset, collate_fn)
-        fit(self, run, train_arguments, eval_arguments, resume_from, reset_run_history)
+        fit(self, Run.create(self, request, train_arguments, eval_arguments), resume_from, reset_run_history)
 
     def evaluate(
         self,

@@ -8,9 +8,11 @@ prints the programs that end in other bits when they are killed.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import random
 import tempfile
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -64,6 +66,15 @@ class Noisy(Dataset[Any]):
         return self.inputs[index] + 0.1 * noise, self.targets[index]
 
 
+class Failing(Noisy):
+    """Cannot read one of its samples."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 11:
+            raise OSError("This sample cannot be read.")
+        return super().__getitem__(index)
+
+
 class Stream(IterableDataset[Any]):
     """Each worker reads a part, and draws random numbers."""
 
@@ -88,6 +99,7 @@ def weighted(size: int) -> WeightedRandomSampler:
 DATA: dict[str, Callable[[int, int], Any]] = {  # of a number of samples, and the batch size
     "tensors": lambda size, batch: TensorDataset(*tensors(size)),
     "samples": lambda size, batch: Noisy(size),
+    "one fails": lambda size, batch: Failing(size),
     "list": lambda size, batch: [*zip(*tensors(size), strict=True)],
     "subset": lambda size, batch: Subset(Noisy(size + 3), range(size)[::-1]),
     "several": lambda size, batch: ConcatDataset([Noisy(size), TensorDataset(*tensors(3))]),
@@ -106,6 +118,7 @@ DATA: dict[str, Callable[[int, int], Any]] = {  # of a number of samples, and th
 }
 ENDLESS = {"mixed streams"}
 WITHOUT_LENGTH = {"stream", "shuffled stream", *ENDLESS}
+READ_IN_TURN = {*WITHOUT_LENGTH, "stream of known length", "own batches"}
 
 # --------------------------------------------------------------------------------------- models and what trains them
 
@@ -202,7 +215,36 @@ class Sharpness(Trainer):
         super().optimizer_step()
 
 
-TRAINERS = {"plain": Trainer, "critic": WithCritic, "mixing": Mixing, "updating": Updating, "sharpness": Sharpness}
+class Weighing(Trainer):
+    """Weighs each batch by a number of items, adds up losses by name, and logs numbers of its own."""
+
+    def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
+        output = super().calculate_train_batch_loss(batch)
+        self.log("mean", output["model_outputs"].mean())
+        losses = {"fit": output["loss"], "size": 0.1 * output["model_outputs"].square().mean()}
+        return {**output, "loss": losses, "num_items_in_batch": 1 + batch[1].sum()}
+
+
+class Student(Trainer):
+    """Learns from a teacher that follows its weights."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+
+    def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
+        output = super().calculate_train_batch_loss(batch)
+        difference = output["model_outputs"] - self.teacher(batch[0])
+        return {**output, "loss": output["loss"] + difference.square().mean()}
+
+
+PLAIN_TRAINERS: dict[str, type[Trainer]] = {
+    "plain": Trainer,
+    "mixing": Mixing,
+    "weighing": Weighing,
+    "student": Student,
+}
+TRAINERS = {**PLAIN_TRAINERS, "critic": WithCritic, "updating": Updating, "sharpness": Sharpness}
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW([{"params": parameters[:3]}, {"params": parameters[3:]}], lr=0.01),
@@ -247,6 +289,33 @@ class Noise(TrainerCallback):
                 parameter.grad.mul_(1 + 0.01 * sum(self.losses))
 
 
+class Remembers(TrainerCallback):
+    """Changes gradients by attributes of many kinds."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, float] = {}
+        self.total, self.updates, self.draws = torch.zeros(3), {0}, random.Random(3)
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        self.by_step[trainer.progress.step % 3] = float(kwargs["batch_output"]["loss"])
+        self.total = self.total + self.draws.random()
+        self.updates.add(trainer.progress.update)
+
+    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        scale = 1 + 0.001 * (self.total[0].item() + sum(self.by_step.values()) + len(self.updates))
+        for parameter in trainer.get_model().parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+
+
+class Decays(TrainerCallback):
+    """Changes an option of the optimizer by the progress."""
+
+    def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        for group in trainer.optimizer.param_groups:
+            group["weight_decay"] = 0.01 * trainer.progress.update
+
+
 class Freezes(TrainerCallback):
     """Trains a layer from the second epoch on."""
 
@@ -283,13 +352,19 @@ class Stops(TrainerCallback):
 
 CALLBACKS: dict[str, Callable[[Path], TrainerCallback]] = {
     "noise": lambda folder: Noise(),
+    "remembers": lambda folder: Remembers(),
+    "decays": lambda folder: Decays(),
+    "skips": lambda folder: callbacks.SkipFailedBatchesCallback(100),
+    "teacher": lambda folder: callbacks.MomentumTeacherCallback(0.9),
     "freezes": lambda folder: Freezes(),
     "evaluates": lambda folder: Evaluates(),
     "shifts": lambda folder: Shifts(),
     "stops": lambda folder: Stops(),
     "average": lambda folder: callbacks.ModelEmaCallback(0.9, save_path=folder / "average.pt"),
+    "second average": lambda folder: callbacks.ModelEmaCallback(0.8, save_path=None, prefix="second_", warmup=True),
     "best": lambda folder: callbacks.SaveBestModelCallback(folder / "best.pt"),
     "early": lambda folder: callbacks.EarlyStoppingCallback(1, 0.0),
+    "early within epochs": lambda folder: callbacks.EarlyStoppingCallback(2, 0.0, patience_in="evaluations"),
     "metrics": lambda folder: callbacks.MetricsCallback("acc", train=True, num_classes=2),
     "spikes": lambda folder: callbacks.GradientSpikeCallback(1.2, warm_up_updates=2),
     "worst": lambda folder: callbacks.WorstSamplesCallback(3, partial(functional.cross_entropy, reduction="none")),
@@ -329,12 +404,20 @@ class Program:
         self.size, self.batch_size = draw.choice([7, 16, 23]), draw.choice([2, 3, 5, 8])
         self.trainer = draw.choice([*TRAINERS, "plain", "plain"])
         self.loss = draw.choice(["cross entropy", "scaled"])
+        is_plain = self.trainer in PLAIN_TRAINERS
         # An update of a closure, or of two optimizers, has steps of its own.
-        plain = self.trainer in ("plain", "mixing")
-        self.optimizer = draw.choice([*OPTIMIZERS] if plain else ["sgd", "adamw", "factory"])
+        self.optimizer = draw.choice([*OPTIMIZERS] if is_plain else ["sgd", "adamw", "factory"])
         self.schedule = draw.choice([*SCHEDULES])
-        self.callbacks = [name for name in CALLBACKS if draw.random() < 0.15]
-        self.seed = draw.choice([None, 1])
+        drawn = [name for name in CALLBACKS if draw.random() < 0.12]
+        can_skip = is_plain and self.optimizer != "lbfgs"
+        self.data = self.data if can_skip or self.data != "one fails" else "samples"
+        needed = {"skips": self.data == "one fails", "teacher": self.trainer == "student"}
+        possible = {"skips": can_skip, "teacher": self.trainer == "student"}
+        self.callbacks = [n for n in CALLBACKS if needed.get(n) or (n in drawn and possible.get(n, True))]
+        self.precision, self.workers = draw.choice([None, None, None, "bf16"]), draw.choice([0, 0, 0, 1, 2])
+        has_shares = can_skip and "skips" not in self.callbacks and self.data not in READ_IN_TURN
+        self.logical = draw.choice([None, None, 2, 3]) if has_shares and self.trainer != "critic" else None
+        self.seed = 1 if self.logical else draw.choice([None, 1])
         has_length = self.data not in WITHOUT_LENGTH
         intervals = _INTERVALS if has_length else _COUNTED
         self.save_every = draw.choice(["1 updates", *intervals])
@@ -363,10 +446,18 @@ class Program:
         )
         listening = [*(CALLBACKS[name](folder) for name in self.callbacks), saving]
         listening += [Kills(*kills)] if kills else []
-        trainer = TRAINERS[self.trainer](model, loss_func, optimizer, listening, seed=self.seed)
+        trainer = TRAINERS[self.trainer](
+            model,
+            loss_func,
+            optimizer,
+            listening,
+            seed=self.seed,
+            mixed_precision=self.precision,
+            logical_processes=self.logical,
+        )
         data, arguments = DATA[self.data](self.size, self.batch_size), {**self.arguments, **SCHEDULES[self.schedule]}
         if not isinstance(data, (DataLoader, OwnShard)):
-            arguments["train_dataloader_kwargs"] = {"num_workers": 0}
+            arguments["train_dataloader_kwargs"] = {"num_workers": self.workers}
         trainer.train(
             data,
             eval_dataset=TensorDataset(*tensors(11)),
@@ -421,6 +512,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--programs", type=int, default=100)
     arguments = parser.parse_args()
+    warnings.simplefilter("ignore")  # of what random programs do
     torch.set_num_threads(1)  # forks of this process cannot use more
     for number in range(arguments.first, arguments.first + arguments.programs):
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):

@@ -17,7 +17,6 @@ from pytorch_accel_lite.checkpoint.disk.locks import lock_path
 from pytorch_accel_lite.checkpoint.find_state import find_state
 from pytorch_accel_lite.checkpoint.states.capture_and_restore import check_history
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
-from pytorch_accel_lite.data.loader_creation import LoaderKwargs
 from pytorch_accel_lite.loop import custom_loops, training
 from pytorch_accel_lite.loop.guards.arguments_and_datasets import check_optimizers, check_training
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_ranks, settings_of_optimizer
@@ -41,20 +40,11 @@ from pytorch_accel_lite.run.latest_records import TrainingRecord
 from pytorch_accel_lite.run.notes_and_checks_seam import RUN_CHECKS
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.run_data import DataArguments
 
 
-def fit(
-    trainer: TrainerLike,
-    run: Run,
-    train_arguments: DataArguments,
-    eval_arguments: DataArguments,
-    resume_from: str | os.PathLike[str] | None,
-    reset_run_history: bool,
-) -> None:
+def fit(trainer: TrainerLike, run: Run, resume_from: str | os.PathLike[str] | None, reset_run_history: bool) -> None:
     """Train in a run, from the beginning or from a state."""
     call = "train()" if resume_from is None else "train(resume_from=...)"
-    batch_size = int(train_arguments.batch_size)  # it may be an integer of numpy; evaluations have the same
     with run.goodput.running(), entering(trainer, run, call):
         configure(trainer, run)
         lock_paths(run)
@@ -63,8 +53,8 @@ def fit(
         note_attributes(trainer, run, is_resumed=resume_from is not None)
         if resume_from is not None:
             run.resumed = find_state(trainer, run.request.state_sources, resume_from)
-        prepare_data(trainer, run, batch_size, train_arguments.loader_kwargs, eval_arguments.loader_kwargs)
-        prepare_training(trainer, run, batch_size)
+        prepare_data(trainer, run)
+        prepare_training(trainer, run)
         begin_schedule(trainer, run)
         begin_history(trainer, run, reset_run_history)
         record_settings(trainer, run)
@@ -135,18 +125,16 @@ def note_attributes(trainer: TrainerLike, run: Run, is_resumed: bool) -> None:
     run.user_attributes.note_modules(trainer)
 
 
-def prepare_data(
-    trainer: TrainerLike, run: Run, batch_size: int, train_kwargs: LoaderKwargs | None, eval_kwargs: LoaderKwargs | None
-) -> None:
+def prepare_data(trainer: TrainerLike, run: Run) -> None:
     """Seed the generators, and create the loaders, whose order may depend on the seed or on the resumed state."""
     _set_seeds(trainer, run)
     data = run.data
-    check_gives_batches(create_train_loader(trainer, run, batch_size, train_kwargs), "train_dataset")
-    data.eval_arguments = DataArguments(
-        data.eval_dataset, batch_size, eval_kwargs, data.collate_fn, run.request.auto_microbatch
+    check_gives_batches(create_train_loader(trainer, run), "train_dataset")
+    data.eval_arguments = data.eval_arguments._replace(
+        dataset=data.eval_dataset, collate_fn=data.collate_fn, auto_microbatch=run.request.auto_microbatch
     )
     if data.eval_dataset is not None:
-        create_eval_loaders(trainer, run, batch_size, eval_kwargs)
+        create_eval_loaders(trainer, run)
     apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
     # If a callback requests the end of the run, the request waits until the run has started and can end in order.
     trainer.callback_handler.call_event_passing_stops("on_dataloaders_created", run.control.request, trainer)
@@ -168,17 +156,17 @@ def _set_seeds(trainer: TrainerLike, run: Run) -> None:
         restore_generators(run.data.ranks.broadcast_to_sharers(capture_generators()))
 
 
-def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
+def prepare_training(trainer: TrainerLike, run: Run) -> None:
     """Prepare the model and the optimizer, and make the config of the run, its accumulation window and its step."""
     had_optimizer = is_created(trainer.optimizer)
     run.sharding = find_sharding(trainer, run)  # now, as a callback may have sharded the model
     if run.sharding is not None:
-        run.sharding.prepare_training(trainer, run, batch_size)
+        run.sharding.prepare_training(trainer, run)
     prepare_model(trainer, training=True)
     has_copies = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED  # of the weights, in its optimizer
     if not had_optimizer and not has_copies:
         check_optimizers(trainer)
-    run.config = create_config(trainer, run, batch_size)
+    run.config = create_config(trainer, run)
     run.latest.training = TrainingRecord(run.config, run.end, run.data.eval_arguments)
     if run.ranks.world_size > 1:
         options = settings_of_optimizer(trainer.optimizer) if trainer.check_replicas else {}

@@ -40,21 +40,20 @@ def inference_run(trainer: TrainerLike, request: RunRequest, arguments: DataArgu
 
     An outer run is left unchanged. Without an outer run, an evaluation becomes the latest run.
     """
-    batch_size = int(arguments.batch_size)  # it may be an integer of numpy
     latest = trainer.current_run
     run = latest.derive() if latest in trainer.open_runs else latest.derive_after()
     run.kind = request.kind
     run.overridden = overridden_methods(trainer)
-    run.data.eval_dataset = arguments.dataset
+    run.data.eval_dataset, run.data.eval_arguments = arguments.dataset, arguments
     run.data.collate_fn = arguments.collate_fn
     with entering(trainer, run, "evaluate()" if request.kind == "evaluation" else "predict()"):
         trainer.callback_handler.configure_run(trainer, request, is_outermost=run.outer is None)
         run.request = request if run.outer is None else _within_another_run(run.request, request)
         choose_inference_step(trainer, run, request)
-        create_eval_loaders(trainer, run, batch_size, arguments.loader_kwargs)
+        create_eval_loaders(trainer, run)
         prepare_model(trainer, training=False)
         if run.outer is None:
-            run.config = create_config(trainer, run, batch_size)
+            run.config = create_config(trainer, run)
             if request.kind == "evaluation":
                 run.previous = None  # it remains the latest run
         yield run

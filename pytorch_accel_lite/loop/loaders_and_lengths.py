@@ -13,12 +13,11 @@ from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConf
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
 
-def create_train_loader(
-    trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: LoaderKwargs | None
-) -> ShardedLoader:
+def create_train_loader(trainer: TrainerLike, run: Run) -> ShardedLoader:
     """Create the loader of the training batches, and return it."""
     run.data.train_loader = None  # what the method assigns to trainer.train_dataset is read
-    source = trainer.create_train_dataloader(batch_size, loader_kwargs)
+    passed = run.data.train_arguments
+    source = trainer.create_train_dataloader(passed.size, passed.loader_kwargs)
     run.data.train_dataset = dataset_of(run.data.train_dataset)
     run.data.train_loader = loader = loader_of_run(trainer, run, source, training=True)
     sampler = getattr(source, "sampler", None)
@@ -27,16 +26,16 @@ def create_train_loader(
     return loader
 
 
-def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: LoaderKwargs | None) -> None:
+def create_eval_loaders(trainer: TrainerLike, run: Run) -> None:
     """Create the loaders of the evaluation dataset, or of several by name."""
     run.data.eval_loaders = {}
-    dataset = run.data.eval_dataset
+    dataset, passed = run.data.eval_dataset, run.data.eval_arguments
     argument = "eval_dataset" if run.kind == "training" else "dataset"
     for name, part in dataset.items() if is_named(dataset) else [("", dataset)]:
         if is_named(dataset) and not (name and isinstance(name, str)):
             raise ValueError(f"{argument} has the key {name!r}, but keys name the metrics: use non-empty strings.")
         run.data.eval_dataset, run.data.eval_loader = part, None  # overrides of create_eval_dataloader use the first
-        source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
+        source = trainer.create_eval_dataloader(passed.size, passed.loader_kwargs)
         run.data.eval_loader = loader_of_run(trainer, run, source, training=False)
         check_gives_batches(run.data.eval_loader, argument)
         if name:
@@ -98,9 +97,14 @@ def loader_of_run(trainer: TrainerLike, run: Run, source: Source, training: bool
     return loader
 
 
-def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRunConfig:
+#: The settings of a run that are requested as they are, unlike its length.
+_REQUESTED = {item.name for item in fields(RunRequest)} & {item.name for item in fields(TrainerRunConfig)}
+_REQUESTED -= {"num_epochs", "max_num_train_steps"}
+
+
+def create_config(trainer: TrainerLike, run: Run) -> TrainerRunConfig:
     """Return the settings of a run; from ``_create_run_config`` if it is overridden, as in pytorch-accelerated."""
-    request = run.request
+    request, batch_size = run.request, run.data.eval_arguments.size  # also that of the training, if there is one
     usual = resolve_run_config(trainer, run, request, batch_size)
     if "_create_run_config" not in run.overridden:
         return usual
@@ -112,8 +116,9 @@ def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRun
         gradient_clip_value=request.gradient_clip_value,
     )
     # What the method has changed is requested of the run: its settings are read in both places.
-    request.gradient_accumulation_steps = config.gradient_accumulation_steps
-    request.gradient_clip_value = config.gradient_clip_value
+    for name in _REQUESTED:
+        if getattr(config, name) != getattr(usual, name):
+            setattr(request, name, getattr(config, name))
     if config.max_num_train_steps != usual.max_num_train_steps:
         request.num_epochs, request.max_num_train_steps = config.num_epochs, None
         if config.max_num_train_steps != resolve_run_config(trainer, run, request, batch_size).max_num_train_steps:

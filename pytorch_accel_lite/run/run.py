@@ -30,7 +30,7 @@ from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.loader_base import ShardedLoader
 from pytorch_accel_lite.data.loader_creation import LoaderKwargs
 from pytorch_accel_lite.data.named_datasets import as_one_dataset
-from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Data, Index, NamedData, find_length
+from pytorch_accel_lite.data.sources import BatchData, BatchOutput, Data, Index, NamedData, find_length
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.optimizer_parts import SchedulerFactory, TrainerOptimizer, TrainerScheduler
 from pytorch_accel_lite.optimizers.scheduled_options import Options
@@ -46,7 +46,7 @@ from pytorch_accel_lite.run.losses import LossTrackers
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import EpochPhase, LoopState, Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
-from pytorch_accel_lite.run.run_data import RunData, SkippedBatches
+from pytorch_accel_lite.run.run_data import DataArguments, RunData, SkippedBatches
 from pytorch_accel_lite.run.step_division import Division
 from pytorch_accel_lite.run.training_state import TrainingState
 
@@ -279,23 +279,28 @@ class Run:
         cls,
         trainer: TrainerLike,
         request: RunRequest,
-        train_data: NamedData | None = None,
-        eval_data: NamedData | None = None,
-        collate_fn: CollateFunction | None = None,
+        train_data: DataArguments | None = None,
+        eval_data: DataArguments | None = None,
         ranks: Ranks | None = None,
     ) -> Run:
         """Create a run that has not started yet. A dict of training datasets is combined into one.
 
         Args:
+            train_data: what is trained on; ``None`` for nothing
+            eval_data: what is evaluated on, if anything
             ranks: the processes, for the first run of a trainer; later runs take them from the run before
         """
         ranks = ranks or trainer.current_run.ranks
+        train, evaluated = train_data or DataArguments(), eval_data or DataArguments()
+        dataset = as_one_dataset(train.dataset)
         return cls(
             ranks=ranks,
             control=StopCoordinator(ranks),
             window=GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1),
             request=request,
-            data=RunData(ranks, as_one_dataset(train_data), eval_data, collate_fn),
+            data=RunData(
+                ranks, dataset, evaluated.dataset, train.collate_fn, train_arguments=train, eval_arguments=evaluated
+            ),
             device=trainer.device,
             overridden=overridden_methods(trainer),
         )
@@ -648,7 +653,7 @@ class Sharding(Protocol):
         Called when a run has become the current one, before it reads its data.
         """
 
-    def prepare_training(self, trainer: TrainerLike, run: Run, batch_size: int) -> None:
+    def prepare_training(self, trainer: TrainerLike, run: Run) -> None:
         """Called in a training run before its model and its optimizer are prepared."""
 
     def choose_step(self, trainer: TrainerLike, run: Run) -> Callable[[TrainerLike, Run], Step]:

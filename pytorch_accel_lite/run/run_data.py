@@ -33,6 +33,11 @@ class DataArguments(NamedTuple):
     auto_microbatch: bool = False
     has_batch_size: bool = False
 
+    @property
+    def size(self) -> int:
+        """The batch size as an integer of Python: one of NumPy may have been passed."""
+        return int(self.batch_size)
+
     def completed_by(self, other: DataArguments) -> DataArguments:
         """Return these arguments, with those of ``other`` where none were passed."""
         kwargs = self.loader_kwargs
@@ -71,7 +76,8 @@ class RunData:
         eval_loader_kwargs: arguments of the evaluation loaders
         made_loaders: loaders created for this run, whose workers end with it
         has_fillers: whether a process without samples in a step takes part in it with a filler batch
-        eval_arguments: what a training run evaluates on, as it was passed, and how it is read
+        train_arguments: what is trained on, as it was passed, and how it is read
+        eval_arguments: what is evaluated on or predicted, as it was passed, and how it is read
     """
 
     ranks: Ranks
@@ -88,6 +94,7 @@ class RunData:
     eval_loader_kwargs: LoaderKwargs | None = None
     made_loaders: TransientSet[ShardedLoader] = field(default_factory=TransientSet)
     has_fillers: bool = True
+    train_arguments: DataArguments = field(default_factory=DataArguments)
     eval_arguments: DataArguments = field(default_factory=DataArguments)
 
     @property

@@ -35,7 +35,7 @@ class Feature(NamedTuple):
         name: the name that messages show, with the arguments that ask for it
         is_used: returns whether a run of a trainer uses the feature
         own_conflicts: the features that this feature does not work with
-        is_refused: whether a conflict is an error before training; otherwise the feature itself handles conflicts
+        yields: whether a run in which the feature has a conflict goes on without it; otherwise that is an error
         excludes: further conflicts, which the other features do not declare
         extension: the extension whose kind of step provides the feature, for the error if it is missing
     """
@@ -43,7 +43,7 @@ class Feature(NamedTuple):
     name: str
     is_used: Callable[[TrainerLike, Run], bool]
     own_conflicts: tuple[Conflict, ...] = ()
-    is_refused: bool = True
+    yields: bool = False
     excludes: tuple[Conflict, ...] = ()
     extension: str = ""
 
@@ -71,8 +71,7 @@ class StepKind(Protocol):
     def __call__(self, trainer: TrainerLike, run: Run) -> Step: ...  # noqa: D102
 
 
-#: The kinds of steps that a run may ask for, which extensions add. Any two of them conflict, so their order does not
-#: matter.
+#: The kinds of steps that a run may ask for, which extensions add. A run has one of them.
 STEP_KINDS: list[StepKind] = []
 _replacements: dict[StepKind, StepKind] = {}
 
@@ -100,9 +99,13 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
 
 def _choose_kind(trainer: TrainerLike, run: Run, features: Sequence[Feature]) -> Callable[[TrainerLike, Run], Step]:
     """Return the kind of step for the features that a run uses."""
-    for kind in STEP_KINDS:
-        if any(feature in features for feature in kind.features):
-            return _replacements.get(kind, kind)
+    asked_for_by = {kind: feature for kind in STEP_KINDS for feature in kind.features if feature in features}
+    if len(asked_for_by) > 1:
+        first, second, *_ = asked_for_by.values()
+        raise ValueError(f"{first.name} does not work with {second.name}: a run has one kind of training step.")
+    if asked_for_by:
+        (kind,) = asked_for_by
+        return _replacements.get(kind, kind)
     for feature in features:
         if feature.extension:
             raise ValueError(f"{feature.name} {missing_extension_text(feature.extension)}")
@@ -118,17 +121,17 @@ def all_features() -> list[Feature]:
 
 
 def find_features(trainer: TrainerLike, run: Run) -> list[Feature]:
-    """Return the features that a run uses, except those that handle a conflict themselves.
+    """Return the features that a run uses, except those that yield to others.
 
     Raises:
-        ValueError: if two of them do not work together, unless the feature itself handles the conflict
+        ValueError: if two of them do not work together
     """
     found = []
     for feature in [feature for feature in all_features() if feature.is_used(trainer, run)]:
         conflict = feature.find_conflict(trainer, run)
         if conflict is None:
             found.append(feature)
-        elif feature.is_refused:
+        elif not feature.yields:
             raise ValueError(f"{feature.name} does not work with {conflict.other.name}: {conflict.reason}.")
     return found
 
@@ -168,7 +171,7 @@ CLOSURE = Feature(
     lambda trainer, run: bool(needs_closure(trainer.optimizer)),
     extension="closures",
 )
-RECOMPUTED = Feature("recompute_gradients()", _recomputes_gradients, is_refused=False, extension="closures")
+RECOMPUTED = Feature("recompute_gradients()", _recomputes_gradients, yields=True, extension="closures")
 MICROBATCHES = Feature(
     "auto_microbatch=True", lambda trainer, run: run.request.auto_microbatch, extension="failed_batches"
 )
@@ -195,7 +198,7 @@ COMPILED = Feature(
         ),
         Conflict(SHARDED, "compile the blocks of the model with compile_model='blocks'"),
     ),
-    is_refused=False,
+    yields=True,
 )
 COMPILED_MODEL = Feature("compile_model=True", lambda trainer, run: _is_compiled(trainer.get_model()))
 _AGAIN = (

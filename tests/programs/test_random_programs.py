@@ -10,8 +10,9 @@ from tests.random_programs import Program, differences
 pytestmark = [
     pytest.mark.programs,
     pytest.mark.extension(
-        "closures", "manual_optimization", "metrics", "mixtures", "model_ema", "monitoring", "named_schedules",
-        "gradient_spikes", "pytorch_accelerated", "shuffled_streams", "streams", "user_attributes", "worst_samples",
+        "closures", "failed_batches", "gradient_spikes", "logical", "manual_optimization", "metrics", "mixtures",
+        "model_ema", "momentum_teacher", "monitoring", "named_schedules", "pytorch_accelerated", "shuffled_streams",
+        "streams", "user_attributes", "worst_samples",
     ),
 ]  # fmt: skip
 

@@ -18,7 +18,7 @@ def uses_deepspeed(accelerator: Accelerator) -> bool:
     return bool(accelerator.distributed_type == DistributedType.DEEPSPEED)
 
 
-def configure_deepspeed(trainer: TrainerLike, run: Run, batch_size: int) -> None:
+def configure_deepspeed(trainer: TrainerLike, run: Run) -> None:
     """Make DeepSpeed clip gradients as ``train()`` requests, and weight them as the trainer does.
 
     By default, Accelerate limits the gradient norm to 1, and divides each loss by the number of accumulated batches,
@@ -45,7 +45,7 @@ def configure_deepspeed(trainer: TrainerLike, run: Run, batch_size: int) -> None
     config["gradient_clipping"] = float(limit)
     config["gradient_accumulation_steps"] = 1
     if config.get("train_micro_batch_size_per_gpu", "auto") == "auto":
-        config["train_micro_batch_size_per_gpu"] = batch_size
+        config["train_micro_batch_size_per_gpu"] = run.data.train_arguments.size
 
 
 def _unsupported(trainer: TrainerLike, run: Run) -> str:

@@ -40,10 +40,10 @@ class ShardedModels:
             return
         _divide_data(trainer, run)
 
-    def prepare_training(self, trainer: TrainerLike, run: Run, batch_size: int) -> None:
+    def prepare_training(self, trainer: TrainerLike, run: Run) -> None:
         """Configure the engine that shards the weights, if there is one that needs it."""
         if uses_deepspeed(trainer.accelerator):
-            configure_deepspeed(trainer, run, batch_size)
+            configure_deepspeed(trainer, run)
 
     def choose_step(self, trainer: TrainerLike, run: Run) -> Callable[[TrainerLike, Run], Step]:
         """Return the kind of step. A single process reduces nothing, and FSDP1 makes plain steps."""

@@ -89,15 +89,14 @@ class Trial:
         self.trainer = trainer
         self._name = name
         self._supports = supports
-        self._loader_kwargs = loader_kwargs
         self._sets_batch_size = sets_batch_size
         self._check_trainer()
         check_training(trainer.optimizer, trainer.accelerator, request)
         data = _with_batch_size(train_dataset, batch_size) if sets_batch_size else train_dataset
-        check_dataset(trainer, "train_dataset", DataArguments(data, batch_size, loader_kwargs, collate_fn))
-        self._batch_size = int(batch_size)  # it may be an integer of numpy
+        arguments = DataArguments(data, batch_size, loader_kwargs, collate_fn)
+        check_dataset(trainer, "train_dataset", arguments)
         self._data = as_one_dataset(train_dataset)
-        self.run = Run.create(trainer, request, data, collate_fn=collate_fn)
+        self.run = Run.create(trainer, request, arguments, DataArguments(None, batch_size))
         self.run.data.seed = trainer.seed or 0
 
     def _check_trainer(self) -> None:
@@ -117,9 +116,9 @@ class Trial:
         """Run the trial for a block, with the trainer prepared for training."""
         trainer, run = self.trainer, self.run
         with entering(trainer, run, f"{self._name}()"):
-            create_train_loader(trainer, run, self._batch_size, self._loader_kwargs)
+            create_train_loader(trainer, run)
             with _prepared(trainer):
-                _begin_trial(trainer, run, self._batch_size)
+                _begin_trial(trainer, run)
                 if run.training_step.closure and "closure" not in self._supports:
                     raise TypeError(
                         f"{self._name}() makes updates without the closure that the optimizer needs. Try another one."
@@ -134,7 +133,8 @@ class Trial:
         trial.trainer = trainer
         trial.run = trainer.current_run = self.run.derive()
         trainer.open_runs.append(trial.run)
-        _begin_trial(trainer, trial.run, batch_size)
+        trial.run.data.eval_arguments = trial.run.data.eval_arguments._replace(batch_size=batch_size)
+        _begin_trial(trainer, trial.run)
         return trial
 
     # batches
@@ -150,7 +150,8 @@ class Trial:
             reader = copy.copy(reader)
             vars(reader).update(current_run=run, open_runs=[run])
         run.data.train_dataset = _with_batch_size(self._data, batch_size) if self._sets_batch_size else self._data
-        create_train_loader(reader, run, batch_size, self._loader_kwargs)
+        with replaced(run.data, train_arguments=run.data.train_arguments._replace(batch_size=batch_size)):
+            create_train_loader(reader, run)
         try:
             batch: Batch | None = next(iter(run.data.required_train_loader.steps(1)), None)
         finally:
@@ -181,8 +182,9 @@ class Trial:
 
     def read_evaluation(self, eval_dataset: Source, loader_kwargs: LoaderKwargs | None = None) -> None:
         """Create the loaders of an evaluation dataset, ``run.data.eval_loader``."""
-        self.run.data.eval_dataset = eval_dataset
-        create_eval_loaders(self.trainer, self.run, self._batch_size, loader_kwargs)
+        data = self.run.data
+        data.eval_dataset, data.eval_arguments = eval_dataset, data.eval_arguments._replace(loader_kwargs=loader_kwargs)
+        create_eval_loaders(self.trainer, self.run)
 
     # passes and updates
 
@@ -273,8 +275,8 @@ def _with_batch_size(data: Source, size: int) -> Source:
     return copy_loader(data, batch_size=size, batch_sampler=batches)
 
 
-def _begin_trial(trainer: TrainerLike, run: Run, batch_size: int) -> None:
-    prepare_training(trainer, run, batch_size)
+def _begin_trial(trainer: TrainerLike, run: Run) -> None:
+    prepare_training(trainer, run)
     set_optimizer_modes(trainer, training=True)
 
 
