@@ -446,7 +446,7 @@ class Trainer:
         model: nn.Module | None = None,
         prefix: str = "",
         is_intermediate: bool = True,
-        callbacks: CallbackHandler | None = None,
+        callbacks: CallbackHandler | Iterable[TrainerCallback] | None = None,
     ) -> dict[str, float]:
         """Evaluate on the ``eval_dataset`` of the current training run without changing the run.
 
@@ -460,7 +460,7 @@ class Trainer:
             prefix: prefix of the metric names in the run history
             is_intermediate: passed to the evaluation events. If ``True``, losses are recorded as
                 ``intermediate_eval_loss``, otherwise as ``eval_loss_epoch``.
-            callbacks: called instead of the trainer's callbacks
+            callbacks: called instead of the trainer's callbacks; a list, or a ``CallbackHandler`` to use it again
 
         Returns:
             the mean losses by metric name

@@ -28,6 +28,7 @@ from pytorch_accel_lite.loop.loaders_and_lengths import loader_of_run
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.ending import StopTrainingError
+from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.history import MetricValue, RunHistory, count_values, counts_before_growth
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.latest_records import EvaluationRecord
@@ -254,9 +255,15 @@ def evaluate(trainer: TrainerLike, passed: DataArguments) -> dict[str, MetricVal
 
 
 def run_evaluation(
-    trainer: TrainerLike, model: nn.Module | None, prefix: str, kind: EvaluationKind, callbacks: CallbackHandler | None
+    trainer: TrainerLike,
+    model: nn.Module | None,
+    prefix: str,
+    kind: EvaluationKind,
+    callbacks: CallbackHandler | Iterable[TrainerCallback] | None,
 ) -> dict[str, float]:
     """Carry out ``Trainer.run_evaluation()``."""
+    if not isinstance(model, nn.Module | None):
+        raise TypeError(f"model={model!r} must be a torch.nn.Module, not {type(model).__name__}.")
     if not trainer.is_running or trainer.train_dataloader is None or not trainer.eval_dataloaders:
         raise RuntimeError(
             "run_evaluation() only works within a training run that has an eval_dataset. Pass one to train(), or call "
@@ -268,6 +275,8 @@ def run_evaluation(
         run.trained_model = trained
     used = trained if model is None else model
     handler = trainer.callback_handler if callbacks is None else callbacks
+    if not isinstance(handler, CallbackHandler):
+        handler = CallbackHandler(handler)
     with (
         prefixing_metric_names(trainer.run_history, prefix),
         replaced(handler, timer=trainer.callback_handler.timer),

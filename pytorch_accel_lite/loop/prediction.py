@@ -295,7 +295,8 @@ def _own_outputs(
         if listeners["on_predict_step_end"] and output is not SKIPPED:
             trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
         if not batch.is_filler and output is not SKIPPED:
-            size = None if isinstance(output, torch.Tensor) else infer_batch_size(batch.data, batch.num_samples)
+            has_lists = any(type(part) is list for part in (output, *parts_in(output)))  # perhaps of samples
+            size = infer_batch_size(batch.data, batch.num_samples) if has_lists else None
             shares.append(to_cpu(output, size, copy))
             if not is_checked:
                 is_checked = warn_of_rows(batch, shares[-1])
@@ -307,13 +308,15 @@ def _own_outputs(
 
 
 def _outer_run_between_parts(trainer: TrainerLike, run: Run, steps: Iterator[list[Tree]]) -> Iterator[list[Tree]]:
-    """Make the outer run of a prediction the current run while the caller uses a part of the prediction."""
+    """Make the outer run of a prediction the current run while the caller uses a part of the prediction.
+
+    The caller may go on with it in another run, such as when the evaluation that began it has ended.
+    """
     for parts in steps:
         if run.previous is not None:
             trainer.current_run = run.previous
         try:
             yield parts
         finally:
-            if run in trainer.open_runs:
-                run.previous = trainer.current_run
-                trainer.current_run = run
+            run.previous = trainer.current_run
+            trainer.current_run = run

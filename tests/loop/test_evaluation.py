@@ -114,6 +114,20 @@ def test_an_own_loader_gets_the_data_of_the_training_again():
     assert asked == 2 * [(PART, None, 16, {"timeout": 0})]
 
 
+def test_run_evaluation_calls_a_list_of_callbacks():
+    class Evaluates(TrainerCallback):
+        def on_train_epoch_end(self, trainer, **kwargs):
+            trainer.run_evaluation(prefix="mine_", callbacks=[note])
+            with pytest.raises(TypeError, match=r"model=.small. must be a torch\.nn\.Module, not str"):
+                trainer.run_evaluation("small")
+
+    ended = []
+    note = listener(on_eval_epoch_end=lambda trainer, **_: ended.append(trainer.progress.epoch))
+    trainer = adamw_trainer(float64_model(), callbacks=[Evaluates])
+    trainer.train(float64_data(8), 2, float64_data(4), 4)
+    assert ended == [1, 2]
+
+
 def test_run_evaluation_restores_modes_losses_and_generators():
     class Looks(TrainerCallback):
         def on_train_step_end(self, trainer, **kwargs):

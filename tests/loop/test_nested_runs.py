@@ -31,6 +31,7 @@ from tests.small_models import (
     listener,
     make_data,
     make_trainer,
+    same_bits,
     train,
     weights,
 )
@@ -213,6 +214,36 @@ def test_predict_iter_leaves_the_trainer_unchanged():
     assert [next(parts, None) for parts in (first, second)] == [None, None]
     assert not trainer.is_running
     trainer.train(float64_data(8), 1)
+
+
+class Shows(TrainerCallback):
+    """Shows a part of one prediction after each evaluation."""
+
+    saves_attributes = False
+
+    def __init__(self) -> None:
+        self.parts: Any = None
+
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        if self.parts is None:
+            self.parts = trainer.predict_iter(float64_data(40), 2)
+        next(self.parts)
+
+
+def test_a_prediction_may_go_on_after_the_evaluation_that_began_it(tmp_path):
+    def run(folder: str, *callbacks: Any, **kwargs: Any) -> Any:
+        log = listener(on_train_step_end=lambda trainer, **_: trainer.log("first", trainer.batch_indices[0]))
+        saving = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1)
+        trainer = adamw_trainer(dropout_model(), callbacks=[log, *callbacks, saving], seed=1)
+        data = {"eval_dataset": float64_data(6), "evaluate_every": "3 updates"}
+        trainer.train(float64_data(20), 2, per_device_batch_size=4, **data, **kwargs)
+        return weights(trainer.model), trainer.run_history.to_dict()
+
+    whole = run("whole")
+    assert same_bits(run("shown", Shows()), whole)
+    for update in (4, 7):
+        state = tmp_path / "shown" / f"update-{update:09d}"
+        assert same_bits(run(f"after-{update}", Shows(), resume_from=state), whole)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,32 @@ def test_what_an_overridden_run_config_changes_is_obeyed(by, changed):
     assert same_bits(norms, usual_norms)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"eval_every_n_epochs": 2},
+        {"evaluate_every": "2 updates"},
+        {"scheduler_interval": "epoch"},
+        {"gradient_clip_norm": 1e-3},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_settings_that_are_replaced_in_a_config_are_obeyed(changed):
+    class Own(Trainer):
+        def _create_run_config(self, **settings):
+            return dataclasses.replace(super()._create_run_config(**settings), **changed)
+
+    def trained(trainer_class, **arguments):
+        schedule = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+        trainer = make_trainer(trainer_class=trainer_class)
+        return train(trainer, 4, eval_dataset=make_data(4), create_scheduler_fn=schedule, **arguments)
+
+    own, asked, usual = trained(Own), trained(Trainer, **changed), trained(Trainer)
+    assert same_bits(own.model.state_dict(), asked.model.state_dict())
+    assert own.run_history.to_dict() == asked.run_history.to_dict()
+    assert own.run_history.to_dict() != usual.run_history.to_dict()
+
+
 @pytest.mark.parametrize("num_epochs", [1, 3])
 def test_epochs_that_alone_are_replaced_in_a_config_are_trained(num_epochs):
     class Own(Trainer):

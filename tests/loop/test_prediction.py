@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.data.collected_outputs import concatenate
@@ -206,6 +207,35 @@ taken = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 assert torch.equal(predicted["a"][:, 7:8], rows) and torch.equal(predicted["b"][0][:, 9:10], rows + 1)
 print(taken / sum(tensor.nbytes for tensor in (predicted["a"], predicted["b"][0])))
 """
+
+
+class Texts(IterableDataset[str]):
+    def __iter__(self) -> Any:
+        return iter("a" * length for length in range(1, 11))
+
+
+class OfTexts(nn.Module):
+    """Takes texts as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 2)
+
+    def forward(self, texts: list[str]) -> Any:
+        return {"logits": self.layer(torch.tensor([[float(len(text))] for text in texts]))}
+
+
+@pytest.mark.extension("streams")
+def test_outputs_by_name_of_a_stream_of_texts_are_predicted():
+    class Predicts(Trainer):
+        def calculate_predict_batch_output(self, batch):
+            return self.model(batch)
+
+    model = OfTexts()
+    trainer = Predicts(model, None, None, callbacks=[])
+    with torch.no_grad():
+        expected = model([*Texts()])["logits"]
+    assert torch.allclose(trainer.predict(Texts(), 4)["logits"], expected)
 
 
 @pytest.mark.programs

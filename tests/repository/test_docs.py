@@ -52,9 +52,12 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch)
 
 def run_the_code(page: Path) -> None:
     namespace = {"__name__": "docs"}
-    for needed, code in RUN.findall(page.read_text()):
+    text = page.read_text()
+    for block in RUN.finditer(text):
+        needed, code = block.groups(default="")
         if all(map(importlib.util.find_spec, needed.split())):
-            exec(compile(code, str(page), "exec"), namespace)
+            lines_before = "\n" * text.count("\n", 0, block.start(2))  # tracebacks have the lines of the page
+            exec(compile(lines_before + code, str(page), "exec"), namespace)
 
 
 SCHEMES = [page for page in PAGES if page.parent.name == "schemes"]

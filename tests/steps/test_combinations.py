@@ -11,9 +11,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.run.run import Step
 from pytorch_accel_lite.steps import step_choice
-from pytorch_accel_lite.steps.step_choice import STEP_KINDS, all_features
+from pytorch_accel_lite.steps.plain_step import PlainStep
+from pytorch_accel_lite.steps.step_choice import STEP_KINDS, Feature, all_features
 from tests.launching import CAN_SHARD, ROOT
 from tests.sharded import create_model, shard, sharding_accelerator
 from tests.small_models import adamw_trainer, float64_data, float64_model, make_model, make_trainer, train
@@ -194,7 +196,8 @@ def table_of_conflicts() -> str:
 
 
 def test_the_kinds_of_steps_that_have_features_are_listed():
-    assert {kind for kind in kinds_of_steps() if "features" in vars(kind)} == {*STEP_KINDS}
+    shipped = {kind for kind in kinds_of_steps() if is_from_this_package(kind)}
+    assert {kind for kind in shipped if "features" in vars(kind)} == {*STEP_KINDS}
 
 
 @pytest.mark.extension("closures", "failed_batches", "logical", "manual_optimization")
@@ -202,7 +205,26 @@ def test_the_documentation_has_the_table_of_all_combinations():
     assert table_of_conflicts() in PAGE.read_text(encoding="utf-8")
 
 
-def test_a_run_never_has_to_choose_between_two_kinds_of_steps():
+class Halves(PlainStep):
+    """A kind of step that a program adds."""
+
+    features = (Feature("halved gradients", lambda trainer, run: getattr(trainer, "halves", False)),)
+
+
+@pytest.mark.extension("failed_batches")
+def test_a_run_that_asks_for_two_kinds_of_steps_is_refused(monkeypatch):
+    monkeypatch.setattr(step_choice, "STEP_KINDS", [*STEP_KINDS, Halves])
+    trainer = make_trainer()
+    trainer.halves = True
+    train(trainer, 1)
+    assert isinstance(trainer.run.training_step, Halves)
+    with pytest.raises(
+        ValueError, match="auto_microbatch=True does not work with halved gradients: a run has one kind"
+    ):
+        train(trainer, 1, auto_microbatch=True)
+
+
+def test_shipped_kinds_of_steps_say_why_they_do_not_combine():
     for pair in combinations([kind.features for kind in STEP_KINDS], 2):
         for one in pair[0]:
             for other in pair[1]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from pytorch_accel_lite.extending import StopTrainingError, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, check_range
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_int, check_positive_int, check_range
 from pytorch_accel_lite.extension_tools.modules_and_devices import to_float
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import total_norm
 from pytorch_accel_lite.extension_tools.plain_types import StateDict
@@ -39,7 +39,7 @@ class GradientSpikeCallback(TrainerCallback):
         if not 0 < check_range("decay", decay) < 1:
             raise ValueError(f"decay={decay!r} must be greater than 0 and less than 1.")
         self.factor = factor
-        self.warm_up_updates = check_positive_int("warm_up_updates", warm_up_updates)
+        self.warm_up_updates = check_int("warm_up_updates", warm_up_updates, least=0)
         self.decay = decay
         self.max_skips_in_a_row = check_positive_int("max_skips_in_a_row", max_skips_in_a_row)
         self._clear()

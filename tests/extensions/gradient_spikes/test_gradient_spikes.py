@@ -156,7 +156,7 @@ def test_the_spike_guard_resumes_its_statistics(tmp_path):
         ({"factor": 1}, ValueError, "factor=1 must be greater than 1"),
         ({"decay": 1.0}, ValueError, "decay=1.0 must be greater than 0 and less than 1"),
         ({"decay": "0.9"}, TypeError, "decay='0.9' must be a number"),
-        ({"warm_up_updates": 0}, ValueError, "warm_up_updates=0 must be at least 1"),
+        ({"warm_up_updates": -1}, ValueError, "warm_up_updates=-1 must be at least 0"),
         ({"max_skips_in_a_row": 0}, ValueError, "max_skips_in_a_row=0 must be at least 1"),
     ],
 )
