@@ -118,9 +118,9 @@ class BatchAdapter:
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         self._keys = [p.name for p in parameters if p.kind in named]
         self._optional = {p.name for p in parameters if p.default is not p.empty}
-        self._no_inputs = set(TARGET_KEYS) - (set(self._keys) - self._optional)
         self._name = type(model).__name__
         self._warned = False
+        self._targets_are_apart = False  # whether batches have had targets that the model does not take
         self.is_new = True
         self._first_label = first_label(model)
 
@@ -165,12 +165,24 @@ class BatchAdapter:
         return {"loss": loss_func(outputs, targets), "model_outputs": outputs}
 
     def predict(self, model: nn.Module, batch: BatchData) -> Tree:
-        """Return the model's outputs for a batch, ignoring its targets, if any, that ``forward`` does not require."""
+        """Return the model's outputs for a batch without its targets, if any, which ``forward`` may take.
+
+        If the model takes targets besides others that it does not take, they are inputs.
+        """
         if type(batch) in (list, tuple):  # the usual case
             return model(batch[0])
         if isinstance(batch, Mapping):
-            batch = {k: v for k, v in batch.items() if k not in self._no_inputs}
+            targets = self._targets_to_leave_out(batch)
+            batch = {k: v for k, v in batch.items() if k not in targets}
         return self._call(model, batch)[0]
+
+    def _targets_to_leave_out(self, batch: Mapping[str, Tree]) -> set[str]:
+        """Return the keys of targets that the model could be given but does not need."""
+        optional = [key for key in TARGET_KEYS if key in batch and key in self._optional]
+        unnamed = {key for key in TARGET_KEYS if key in batch and key not in self._keys}
+        if self._targets_are_apart or (unnamed and not self._takes_all):
+            return set()
+        return unnamed | {*optional[:1]}
 
     def _call(self, model: nn.Module, batch: BatchData) -> tuple[Tree, Tree]:
         """Return the model's outputs and the targets, which are all of the batch except the inputs, or ``None``."""
@@ -193,6 +205,8 @@ class BatchAdapter:
         is torch's, which takes no dict, a usual target key that forward does not take comes first, too.
         """
         usual = [key for key in rest if key in TARGET_KEYS]
+        if usual:
+            self._targets_are_apart = True
         if len(rest) > 1 and len(usual) == 1 and is_of_torch(loss_func):
             self._warn_of_ignored([key for key in rest if key not in usual])
             return rest[usual[0]]

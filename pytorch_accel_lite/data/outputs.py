@@ -18,8 +18,12 @@ from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 Losses: TypeAlias = torch.Tensor | Mapping[str, torch.Tensor]
 
 
-def complete_output(output: BatchOutput, data: BatchData, num_samples: int | None, method: str, training: bool) -> None:
-    """Check the output of a step and add missing entries.
+def complete_output(
+    output: BatchOutput, data: BatchData, num_samples: int | None, method: str, training: bool
+) -> BatchOutput:
+    """Check the output of a step, and return it with the entries that were missing.
+
+    A dict is copied: the step may return the same one each time.
 
     Args:
         data: the batch
@@ -29,7 +33,10 @@ def complete_output(output: BatchOutput, data: BatchData, num_samples: int | Non
     losses = output.get("loss") if type(output) is dict else None
     if not (isinstance(losses, torch.Tensor) and losses.ndim == 0 and (losses.requires_grad or not training)):
         check_loss(output, method, training)  # the usual case needs no slow checks of abstract types
-        losses = output["loss"] = as_scalars(output["loss"]) if training else output["loss"]
+        losses = as_scalars(output["loss"]) if training else output["loss"]
+    if type(output) is dict:
+        output = {**output}
+    output["loss"] = losses
     if "batch_size" not in output:
         output["batch_size"] = size_of_filler(data) if num_samples == 0 else infer_batch_size(data, num_samples)
     size = output["batch_size"]
@@ -49,9 +56,15 @@ def complete_output(output: BatchOutput, data: BatchData, num_samples: int | Non
     if num_samples == 0:  # a filler batch
         output["batch_size"] = 0
     if not isinstance(losses, torch.Tensor) and losses is not None:
-        output["loss"] = total_loss(losses)
-        if losses.keys() != {"loss"}:
-            output["losses"] = losses
+        _add_up(output, losses)
+    return output
+
+
+def _add_up(output: BatchOutput, losses: Mapping[str, torch.Tensor]) -> None:
+    """Make the sum of losses by name the loss of a step."""
+    output["loss"] = total_loss(losses)
+    if losses.keys() != {"loss"}:
+        output["losses"] = losses
 
 
 def mean_that_counts(mean: torch.Tensor | float, weight: torch.Tensor | float) -> torch.Tensor | float:

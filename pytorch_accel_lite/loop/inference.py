@@ -117,7 +117,7 @@ def _compute(accelerator: Accelerator, compute: Compute, is_evaluation: bool, ba
     else:  # entering an empty context costs time
         output = compute(batch.data)
     if is_evaluation:
-        complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
+        output = complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
     return output
 
 

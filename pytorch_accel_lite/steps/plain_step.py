@@ -69,7 +69,7 @@ class PlainStep(Step):
                 output = compute(batch.data)
         else:  # entering an empty context costs time
             output = compute(batch.data)
-        complete_output(output, batch.data, batch.num_samples, "calculate_train_batch_loss", training=True)
+        output = complete_output(output, batch.data, batch.num_samples, "calculate_train_batch_loss", training=True)
         trackers = run.loss_trackers
         trackers.latest_batch = batch, output["batch_size"]  # inlines note_batch_size()
         if trackers.unweighed:

@@ -16,7 +16,7 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Count
 
     Call it in a step method, or in a callback's event of a step. The mean is recorded with the losses, as
     ``train_<name>_epoch``, ``eval_<name>_epoch`` or ``evaluation_<name>``. In training, the latest value is also in
-    ``step_metrics``. Nothing is read from the device before the end of the epoch.
+    ``step_metrics``. A prediction records nothing. Nothing is read from the device before the end of the epoch.
 
     Args:
         name: name of the value
@@ -48,7 +48,7 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Count
         raise ValueError(f"{name!r} is already a loss of the step. Log the value under another name.")
     if not _is_real(value):
         raise TypeError(f"log({name!r}, {value!r}): the value must be a real number, or a tensor of them.")
-    if run.batch.is_filler:
+    if run.batch.is_filler or run.kind == "prediction":
         return
     if isinstance(value, (torch.Tensor, np.ndarray)):
         value = _mean(value)

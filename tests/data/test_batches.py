@@ -209,6 +209,33 @@ def test_prediction_needs_no_targets():
     assert torch.equal(trainer.predict(list(x)), expected)
 
 
+class OfClass(nn.Module):
+    """Takes a class, which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.classes = nn.Linear(3, 3), nn.Embedding(5, 3)
+
+    def forward(self, pixels: torch.Tensor, label: torch.Tensor | None = None) -> torch.Tensor:
+        hidden: torch.Tensor = self.layer(pixels)
+        return hidden if label is None else hidden + self.classes(label)
+
+
+def test_predict_passes_an_optional_input_that_is_named_like_a_target():
+    data = [{"pixels": torch.randn(3), "label": index % 5, "target": torch.randn(3)} for index in range(6)]
+    model = OfClass()
+    trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.1), callbacks=[])
+    for _ in range(2):
+        batch = default_collate(data)
+        with torch.no_grad():
+            expected = model(batch["pixels"], batch["label"])
+        assert torch.allclose(trainer.predict(data), expected)
+        trainer.evaluate(data, 2)
+        without_targets = [{"pixels": sample["pixels"], "label": sample["label"]} for sample in data]
+        assert torch.allclose(trainer.predict(without_targets), expected)
+        trainer.train(data, 1)
+
+
 def test_predict_passes_what_forward_requires():
     class NeedsTargets(Named):
         def forward(self, x, y, *, target, labels=None, **others):

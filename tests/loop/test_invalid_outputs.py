@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,33 @@ def test_items_are_returned_for_every_batch_or_for_none(counted, settings):
 
     with pytest.raises(ValueError, match=r"num_items_in_batch was returned for .*return it for every batch, or for"):
         train(make_trainer(trainer_class=CountsSome, **settings), gradient_accumulation_steps=2)
+
+
+class ReturnsOneDict(Trainer):
+    """Returns one dict in each step, with losses by name in some."""
+
+    def __init__(self, *args: Any, copies: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.output: dict[str, Any] = {}
+        self.copies = copies
+
+    def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
+        loss = self.loss_func(self.model(batch[0]), batch[1])
+        self.output["loss"] = {"a": loss, "b": 2 * loss} if self.progress.step == 0 else loss
+        return dict(self.output) if self.copies else self.output
+
+    def calculate_eval_batch_loss(self, batch: Any) -> dict[str, Any]:
+        self.output["loss"] = self.loss_func(self.model(batch[0]), batch[1])
+        return dict(self.output) if self.copies else self.output
+
+
+def test_a_step_may_return_the_same_dict_each_time():
+    histories = []
+    for copies in (False, True):
+        trainer = make_trainer(trainer_class=partial(ReturnsOneDict, copies=copies))
+        train(trainer, 2, train_dataset=make_data(7), eval_dataset=make_data(5), batch_size=3)
+        histories.append(trainer.run_history.to_dict())
+    assert histories[0] == histories[1]
 
 
 def test_an_entry_called_losses_must_be_losses_by_name():

@@ -221,6 +221,14 @@ def test_values_logged_by_a_failed_step_are_dropped():
     assert trainer.run_history.get_latest_metric("train_ones_epoch") == 1.0
 
 
+def test_a_prediction_records_nothing_that_is_logged():
+    log = listener(on_predict_step_end=lambda trainer, **_: trainer.log("confidence", 0.5))
+    trainer = make_trainer([log])
+    assert len(trainer.predict(make_data(6), 2)) == 6
+    assert trainer.run_history.to_dict() == make_trainer().run_history.to_dict()
+    assert not trainer.loss_trackers.unweighed
+
+
 def test_logging_outside_of_a_step_is_refused():
     trainer = make_trainer()
     with pytest.raises(RuntimeError, match=r"log\('mae'\) adds to the mean of an epoch"):

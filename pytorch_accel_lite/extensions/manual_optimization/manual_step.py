@@ -121,7 +121,7 @@ class ManualStep(Step):
         with mixed_precision(trainer.accelerator):
             output = trainer.train_step(batch.data)
         output = self._complete(output)
-        complete_output(output, batch.data, batch.num_samples, "train_step", training=False)
+        output = complete_output(output, batch.data, batch.num_samples, "train_step", training=False)
         run.loss_trackers.note_batch_size(batch, output["batch_size"])
         run.loss_trackers.num_items = self.items
         run.count_step(output, batch)

@@ -107,7 +107,7 @@ def _try_batch(trainer: TrainerLike, run: Run, loader: ShardedLoader) -> None:
         with unwrapped_model(trainer), torch.no_grad(), mixed_precision(trainer.accelerator):
             adapter = BatchAdapter(trainer.model)  # the trainer's adapter has not seen the first batch yet
             output = adapter.outputs_and_loss(trainer.model, trainer.loss_func, batch.data, batch)
-        complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
+        output = complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
         for callback in trainer.callback_handler:
             if isinstance(callback, TriesEvaluation):
                 callback.try_on(trainer, batch.data, output)

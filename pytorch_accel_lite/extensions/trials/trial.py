@@ -202,8 +202,7 @@ class Trial:
         compute = trainer.calculate_eval_batch_loss if evaluation else trainer.calculate_train_batch_loss
         with mixed_precision(trainer.accelerator):
             output = compute(batch.data)
-        complete_output(output, batch.data, batch.num_samples, "the step", training=with_gradients)
-        return output
+        return complete_output(output, batch.data, batch.num_samples, "the step", training=with_gradients)
 
     def run_step(self, batch: Batch) -> None:
         """Make a training step, which ends in an update at the end of an accumulation window, or of the epoch."""
