@@ -6,7 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_overridden
 from pytorch_accel_lite.base.warnings_and_errors import add_note
@@ -24,7 +24,6 @@ from pytorch_accel_lite.run.events import EVENTS, TrainerCallback
 if TYPE_CHECKING:
     from pytorch_accel_lite.run.request_and_config import RunRequest
 
-T = TypeVar("T")
 Listener = Callable[..., object]
 
 
@@ -40,18 +39,22 @@ class _Listeners(dict[str, tuple[Listener, ...]]):
         return result
 
 
-def named_callbacks(callbacks: Iterable[T]) -> dict[str, T]:
-    """Return the callbacks under unique names: ``Class``, ``Class#2`` ..."""
+def named_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, TrainerCallback]:
+    """Return callbacks, and then those that they call themselves, under unique names: ``Class``, ``Class#2`` ..."""
+    found = [*callbacks]
+    for callback in found:  # grows in the loop
+        handlers = [value for value in vars(callback).values() if isinstance(value, CallbackHandler)]
+        found += [inner for handler in handlers for inner in handler if inner not in found]
     seen: Counter[str] = Counter()
     named = {}
-    for callback in callbacks:
+    for callback in found:
         kind = type(callback).__name__
         seen[kind] += 1
         named[kind if seen[kind] == 1 else f"{kind}#{seen[kind]}"] = callback
     return named
 
 
-def callbacks_with(method: str, callbacks: Iterable[object]) -> dict[str, Any]:
+def callbacks_with(method: str, callbacks: Iterable[TrainerCallback]) -> dict[str, Any]:
     """Return the callbacks that have a method, named as by ``named_callbacks()``."""
     return {name: callback for name, callback in named_callbacks(callbacks).items() if hasattr(callback, method)}
 

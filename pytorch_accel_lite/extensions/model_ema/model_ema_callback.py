@@ -222,6 +222,8 @@ class ModelEmaCallback(MetricWatcher):
         for name in quantised_entries(self.ema.module, weights):  # quantised weights of the model, not averaged
             del weights[name]
         state = {**super().state_dict(), "module": weights, "num_updates": self.ema.num_updates}
+        if self.ema.decay != self.decay:  # a program has changed it
+            state["decay"] = self.ema.decay
         buffers = {name: buffer.detach() for name, buffer in self._unsaved_buffers().items()}
         return {**state, "buffers": buffers} if buffers else state
 
@@ -242,6 +244,7 @@ class ModelEmaCallback(MetricWatcher):
             quantised = quantised_entries(self.ema.module, current)
             self.ema.module.load_state_dict(weights, strict=not quantised)
             self.ema.num_updates = state["num_updates"]
+            self.ema.decay = state.get("decay", self.ema.decay)
             saved = state.get("buffers", {})
             for name, buffer in self._unsaved_buffers().items():
                 if name in saved and saved[name].shape == buffer.shape:

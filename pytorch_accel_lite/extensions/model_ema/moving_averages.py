@@ -131,9 +131,18 @@ class ModelEma(nn.Module):
 
     def _pairs(self, model: nn.Module) -> Iterator[Pair]:
         """Yield the tensors of the average and of the model side by side, except for quantised weights."""
+        _follow_buffers(self.module, model)
         averages, values = ([*module.parameters(), *module.buffers()] for module in (self.module, model))
         pairs = zip(averages, values, [value.requires_grad for value in values], strict=True)
         return (pair for pair in pairs if not is_frozen_and_quantised(pair[1]))
+
+
+def _follow_buffers(average: nn.Module, model: nn.Module) -> None:
+    """Give an average the buffers that a forward pass of the model has set, where there were none, such as caches."""
+    for part, of_model in zip(average.modules(), model.modules(), strict=True):
+        for name, buffer in of_model._buffers.items():
+            if (buffer is None) != (part._buffers.get(name) is None):
+                part._buffers[name] = None if buffer is None else buffer.detach().clone()
 
 
 def _warn_of_rounding(model: nn.Module, decay: float) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchmetrics import MeanSquaredError, MinMaxMetric
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback, SaveTrainingStateCallback
@@ -23,7 +24,9 @@ from tests.small_models import (
     image_data,
     image_model,
     largest_difference,
+    listener,
     normed_model,
+    same_bits,
     weights,
 )
 
@@ -117,6 +120,49 @@ def test_a_run_with_an_average_resumes_to_the_same_bits(tmp_path, update_every):
         assert equal_weights(ema.ema.module.state_dict(), whole_ema.ema.module.state_dict())
         assert again["history"] == whole["history"]
         assert equal_weights(again["weights"], whole["weights"])
+
+
+class CountsEvaluations(TrainerCallback):
+    """Records how often it was called."""
+
+    def __init__(self) -> None:
+        self.evaluations = 0
+
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        self.evaluations += 1
+        trainer.run_history.update_metric("evaluations", self.evaluations)
+
+
+def make_cached() -> nn.Module:
+    class Cached(nn.Sequential):
+        def forward(self, x):
+            if self.scale is None:
+                self.scale = torch.full((1,), 1.5, dtype=x.dtype)
+            return super().forward(x) * self.scale
+
+    model = Cached(*float64_model())
+    model.register_buffer("scale", None, persistent=False)
+    return model
+
+
+@pytest.mark.extension("metrics", "user_attributes")
+def test_a_resumed_average_has_its_callbacks_and_decay(tmp_path):
+    def trained(folder: str, **kwargs: Any) -> Any:
+        from pytorch_accel_lite.callbacks import MetricsCallback
+
+        within = [MetricsCallback({"mse": MinMaxMetric(MeanSquaredError())}), CountsEvaluations()]
+        ema = ModelEmaCallback(0.5, save_path=None, callbacks=within)
+        slow_down = lambda trainer, **_: setattr(ema.ema, "decay", 1 - 1 / (1 + trainer.progress.update))  # noqa: E731
+        slower = listener(on_update_end=slow_down)
+        states = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1)
+        trainer = adamw_trainer(make_cached(), callbacks=[ema, slower, states], seed=0)
+        trainer.train(float64_data(22), 4, float64_data(9), 4, **kwargs)
+        return weights(ema.ema.module), trainer.run_history.to_dict()
+
+    whole = trained("whole")
+    again = trained("again", resume_from=tmp_path / "whole" / "update-000000015")
+    assert same_bits(again, whole)
+    assert whole[1]["ema_model_evaluations"] == [1, 2, 3, 4]
 
 
 def test_without_evaluation_the_average_is_saved_each_epoch(tmp_path):
