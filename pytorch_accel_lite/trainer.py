@@ -38,8 +38,8 @@ from pytorch_accel_lite.data.loader_base import ShardedLoader
 from pytorch_accel_lite.data.loader_creation import (
     DEFAULT_BATCH_SIZE,
     LoaderKwargs,
-    dataloader_for,
     default_loader_kwargs,
+    torch_loader,
 )
 from pytorch_accel_lite.data.outputs import total_loss
 from pytorch_accel_lite.data.sources import (
@@ -73,7 +73,7 @@ from pytorch_accel_lite.loop import (
 )
 from pytorch_accel_lite.loop.fit import fit
 from pytorch_accel_lite.loop.guards import arguments_and_datasets, same_on_all_ranks
-from pytorch_accel_lite.loop.loaders_and_lengths import loader_of_run
+from pytorch_accel_lite.loop.loaders_and_lengths import sharded_for_run
 from pytorch_accel_lite.optimizers.optimizer_parts import (
     OptimizerFactory,
     Optimizers,
@@ -753,7 +753,7 @@ class Trainer:
         """Clip the gradients according to the run config. Called once per update, on unscaled gradients."""
         config = self.current_run.config or self.current_run.required_config  # inlines this property in a run
         if config.gradient_clip_value is not None or config.gradient_clip_norm is not None:
-            clipping.clip(self, config)
+            clipping.clip_as_configured(self, config)
 
     def optimizer_step(self) -> None:
         """Update the weights."""
@@ -846,7 +846,7 @@ class Trainer:
             by default, a ``DataLoader`` of ``self.train_dataset``, or that itself if it is a loader
         """
         defaults = self.get_default_train_dl_kwargs(batch_size)
-        source, self._train_dl_kwargs = dataloader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
+        source, self._train_dl_kwargs = torch_loader(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
         return source  # type: ignore[no-any-return]
 
     def create_eval_dataloader(
@@ -854,7 +854,7 @@ class Trainer:
     ) -> Iterable[BatchData]:
         """Return the loader of evaluation batches; see ``create_train_dataloader()``."""
         defaults = self.get_default_eval_dl_kwargs(batch_size)
-        source, self._eval_dl_kwargs = dataloader_for(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
+        source, self._eval_dl_kwargs = torch_loader(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
         return source  # type: ignore[no-any-return]
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> LoaderKwargs:
@@ -1138,7 +1138,7 @@ class Trainer:
     @train_dataloader.setter
     def train_dataloader(self, loader: Source) -> None:
         run = _run_for_assignment(self, loader_of="train")
-        run.data.train_loader = None if loader is None else loader_of_run(self, run, loader, training=True)
+        run.data.train_loader = None if loader is None else sharded_for_run(self, run, loader, training=True)
 
     @property
     def eval_dataloader(self) -> ShardedLoader | None:
@@ -1148,7 +1148,7 @@ class Trainer:
     @eval_dataloader.setter
     def eval_dataloader(self, loader: Source) -> None:
         run = _run_for_assignment(self, loader_of="eval")
-        run.data.eval_loader = None if loader is None else loader_of_run(self, run, loader, training=False)
+        run.data.eval_loader = None if loader is None else sharded_for_run(self, run, loader, training=False)
 
     @property
     def eval_dataloaders(self) -> list[ShardedLoader]:

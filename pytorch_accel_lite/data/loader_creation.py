@@ -30,7 +30,7 @@ _ORDER_ARGUMENTS = {"sampler", "batch_sampler"}
 _REPORTED = ("batch_size", "drop_last", "num_workers", "persistent_workers", "pin_memory")
 
 
-def dataloader_for(
+def torch_loader(
     dataset: Source, collate_fn: CollateFunction | None, defaults: LoaderKwargs, arguments: LoaderKwargs | None
 ) -> tuple[Source, LoaderKwargs]:
     """Return a dataloader of a dataset, and its arguments. The user may have passed one in place of a dataset.
@@ -139,10 +139,10 @@ def shard(
         training: whether every process must take the same number of steps; in evaluation, a process may take fewer
         options: further ``LoaderOptions``
     """
-    return create_loader(source, ranks, device, LoaderOptions(seed, training, **options))
+    return sharded_loader(source, ranks, device, LoaderOptions(seed, training, **options))
 
 
-def create_loader(source: Source, ranks: Ranks, device: torch.device, options: LoaderOptions) -> ShardedLoader:
+def sharded_loader(source: Source, ranks: Ranks, device: torch.device, options: LoaderOptions) -> ShardedLoader:
     """Return the loader for a source of batches; a source that is already such a loader is returned unchanged."""
     if isinstance(source, ShardedLoader):
         return source

@@ -8,7 +8,7 @@ from pytorch_accel_lite.loop.guards.arguments_and_datasets import check_dataset,
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.inference import inference, inference_run, unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import entering
-from pytorch_accel_lite.loop.loaders_and_lengths import create_eval_loaders, create_train_loader
+from pytorch_accel_lite.loop.loaders_and_lengths import set_eval_loaders, set_train_loader
 from pytorch_accel_lite.loop.model_setup import prepare_model, release_model
 from pytorch_accel_lite.loop.scheduling import create_from_options
 from pytorch_accel_lite.loop.snapshot import leaving_no_trace, preserving_attributes, replaced
@@ -20,8 +20,8 @@ from pytorch_accel_lite.run.scheduler_steps import step_after_update
 from pytorch_accel_lite.steps.step_choice import create_step
 
 __all__ = [
-    "DataArguments", "add_error_notes", "adding_error_notes", "check_dataset", "check_training", "create_eval_loaders",
-    "create_from_options", "create_step", "create_train_loader", "entering", "inference", "inference_run",
+    "DataArguments", "add_error_notes", "adding_error_notes", "check_dataset", "check_training", "set_eval_loaders",
+    "create_from_options", "create_step", "set_train_loader", "entering", "inference", "inference_run",
     "is_stepped_after_updates", "leaving_no_trace", "loss_of", "min_share_for_batch_norm", "prepare_model",
     "prepare_training", "preserving_attributes", "release_model", "replaced", "run_step", "step_after_update",
     "tensor_parallel_size", "unwrapped_model",

@@ -16,7 +16,7 @@ from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.loop import training
 from pytorch_accel_lite.loop.guards.epoch_checks import warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.lifecycle import end_failed_run
-from pytorch_accel_lite.loop.loaders_and_lengths import loader_of_run
+from pytorch_accel_lite.loop.loaders_and_lengths import sharded_for_run
 from pytorch_accel_lite.run.ending import StopTrainingError
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
@@ -42,7 +42,7 @@ def train_epoch_on(trainer: TrainerLike, run: Run, source: Source) -> bool:
     own = run.data.train_loader
     if source is own:
         return training.train_epoch(trainer, run)
-    run.data.train_loader = loader_of_run(trainer, run, source, training=True)
+    run.data.train_loader = sharded_for_run(trainer, run, source, training=True)
     try:
         return training.train_epoch(trainer, run)
     finally:

@@ -24,7 +24,7 @@ from pytorch_accel_lite.loop.guards.arguments_and_datasets import check_dataset
 from pytorch_accel_lite.loop.guards.modes import call_start_event
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import ending, entering
-from pytorch_accel_lite.loop.loaders_and_lengths import loader_of_run
+from pytorch_accel_lite.loop.loaders_and_lengths import sharded_for_run
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.ending import StopTrainingError
@@ -130,7 +130,7 @@ def evaluate_dataset(trainer: TrainerLike, run: Run, source: Source, kind: Evalu
     trainer.eval_epoch_start()
     run.loss_trackers = trainer.division.create_trackers()
     call_start_event(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)
-    loader = loader_of_run(trainer, run, source, training=False)
+    loader = sharded_for_run(trainer, run, source, training=False)
     sync_ddp_buffers(trainer.model, run.ranks)
     run.data.has_fillers = loader.options.fill
     run.skipped = None if run.skipped is None else SkippedBatches("evaluation")

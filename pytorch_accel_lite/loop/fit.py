@@ -25,8 +25,8 @@ from pytorch_accel_lite.loop.lifecycle import entering, find_sharding
 from pytorch_accel_lite.loop.loaders_and_lengths import (
     check_gives_batches,
     create_config,
-    create_eval_loaders,
-    create_train_loader,
+    set_eval_loaders,
+    set_train_loader,
 )
 from pytorch_accel_lite.loop.model_setup import apply_model_options, prepare_model
 from pytorch_accel_lite.loop.resuming import begin_resuming
@@ -129,12 +129,12 @@ def prepare_data(trainer: TrainerLike, run: Run) -> None:
     """Seed the generators, and create the loaders, whose order may depend on the seed or on the resumed state."""
     _set_seeds(trainer, run)
     data = run.data
-    check_gives_batches(create_train_loader(trainer, run), "train_dataset")
+    check_gives_batches(set_train_loader(trainer, run), "train_dataset")
     data.eval_arguments = data.eval_arguments._replace(
         dataset=data.eval_dataset, collate_fn=data.collate_fn, auto_microbatch=run.request.auto_microbatch
     )
     if data.eval_dataset is not None:
-        create_eval_loaders(trainer, run)
+        set_eval_loaders(trainer, run)
     apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
     # If a callback requests the end of the run, the request waits until the run has started and can end in order.
     trainer.callback_handler.call_event_passing_stops("on_dataloaders_created", run.control.request, trainer)

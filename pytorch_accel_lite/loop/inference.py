@@ -21,7 +21,7 @@ from pytorch_accel_lite.data.outputs import complete_output
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.loop.guards.modes import restoring_mode_between_batches
 from pytorch_accel_lite.loop.lifecycle import entering
-from pytorch_accel_lite.loop.loaders_and_lengths import create_config, create_eval_loaders
+from pytorch_accel_lite.loop.loaders_and_lengths import create_config, set_eval_loaders
 from pytorch_accel_lite.loop.model_setup import prepare_model
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import InferenceStep, Run, TrainerLike
@@ -50,7 +50,7 @@ def inference_run(trainer: TrainerLike, request: RunRequest, arguments: DataArgu
         trainer.callback_handler.configure_run(trainer, request, is_outermost=run.outer is None)
         run.request = request if run.outer is None else _within_another_run(run.request, request)
         choose_inference_step(trainer, run, request)
-        create_eval_loaders(trainer, run)
+        set_eval_loaders(trainer, run)
         prepare_model(trainer, training=False)
         if run.outer is None:
             run.config = create_config(trainer, run)

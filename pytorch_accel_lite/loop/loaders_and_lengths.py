@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from pytorch_accel_lite.data.loader_base import LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.loader_creation import LoaderKwargs, create_loader
+from pytorch_accel_lite.data.loader_creation import LoaderKwargs, sharded_loader
 from pytorch_accel_lite.data.named_datasets import NamedSampler, describe_lengths
 from pytorch_accel_lite.data.sources import Source, dataset_of, find_length, is_named
 from pytorch_accel_lite.run.accumulation import Accumulation
@@ -13,20 +13,20 @@ from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConf
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
 
-def create_train_loader(trainer: TrainerLike, run: Run) -> ShardedLoader:
+def set_train_loader(trainer: TrainerLike, run: Run) -> ShardedLoader:
     """Create the loader of the training batches, and return it."""
     run.data.train_loader = None  # what the method assigns to trainer.train_dataset is read
     passed = run.data.train_arguments
     source = trainer.create_train_dataloader(passed.size, passed.loader_kwargs)
     run.data.train_dataset = dataset_of(run.data.train_dataset)
-    run.data.train_loader = loader = loader_of_run(trainer, run, source, training=True)
+    run.data.train_loader = loader = sharded_for_run(trainer, run, source, training=True)
     sampler = getattr(source, "sampler", None)
     if isinstance(sampler, NamedSampler) and (lengths := describe_lengths(sampler)):
         trainer.print(lengths)
     return loader
 
 
-def create_eval_loaders(trainer: TrainerLike, run: Run) -> None:
+def set_eval_loaders(trainer: TrainerLike, run: Run) -> None:
     """Create the loaders of the evaluation dataset, or of several by name."""
     run.data.eval_loaders = {}
     dataset, passed = run.data.eval_dataset, run.data.eval_arguments
@@ -36,7 +36,7 @@ def create_eval_loaders(trainer: TrainerLike, run: Run) -> None:
             raise ValueError(f"{argument} has the key {name!r}, but keys name the metrics: use non-empty strings.")
         run.data.eval_dataset, run.data.eval_loader = part, None  # overrides of create_eval_dataloader use the first
         source = trainer.create_eval_dataloader(passed.size, passed.loader_kwargs)
-        run.data.eval_loader = loader_of_run(trainer, run, source, training=False)
+        run.data.eval_loader = sharded_for_run(trainer, run, source, training=False)
         check_gives_batches(run.data.eval_loader, argument)
         if name:
             run.data.eval_loaders[name] = run.data.eval_loader
@@ -62,7 +62,7 @@ def check_gives_batches(loader: ShardedLoader, argument: str) -> None:
         )
 
 
-def loader_of_run(trainer: TrainerLike, run: Run, source: Source, training: bool) -> ShardedLoader:
+def sharded_for_run(trainer: TrainerLike, run: Run, source: Source, training: bool) -> ShardedLoader:
     """Return a loader that gives this process its share of a source of batches, with the options of the run.
 
     A source that is already a ``ShardedLoader`` is returned unchanged.
@@ -81,7 +81,7 @@ def loader_of_run(trainer: TrainerLike, run: Run, source: Source, training: bool
         divides=training,
         first_epoch=run.data.first_epoch,
     )
-    loader = create_loader(source, run.data.ranks, run.device, options)
+    loader = sharded_loader(source, run.data.ranks, run.device, options)
     if loader is not source:
         run.data.made_loaders.add(loader)
         data = "training" if training else "evaluation"

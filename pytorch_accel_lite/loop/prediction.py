@@ -38,7 +38,7 @@ from pytorch_accel_lite.run.run_data import SKIPPED, DataArguments
 _RANDOM = ("RandomSampler", "SubsetRandomSampler")
 
 
-def check_order(dataset: Source, loader_kwargs: LoaderKwargs) -> None:
+def _check_order(dataset: Source, loader_kwargs: LoaderKwargs) -> None:
     """Check that a dataset is predicted in order, or with a sampler that is passed beside it, and a loader likewise.
 
     Raises:
@@ -65,7 +65,7 @@ def _shuffles(sampler: SamplerLike) -> bool:
     return is_random or getattr(sampler, "shuffle", False) is True
 
 
-def warn_of_rows(batch: Batch, output: Tree) -> bool:
+def _warn_of_rows(batch: Batch, output: Tree) -> bool:
     """Warn if no output has a row for each sample; return whether the batch was sufficient to know."""
     if batch.num_samples is None or batch.num_samples < 2:
         return False
@@ -82,7 +82,7 @@ def warn_of_rows(batch: Batch, output: Tree) -> bool:
     return True
 
 
-def warn_of_lost_lists(batch: Batch, output: Tree) -> None:
+def _warn_of_lost_lists(batch: Batch, output: Tree) -> None:
     """Warn of texts and numbers of each sample that are left out of a dict of outputs, as they are not tensors."""
     size = batch.num_samples
     if not isinstance(output, Mapping) or size is None or size < 2:  # of one sample, each list may be a setting
@@ -154,7 +154,7 @@ def _predict_by_step(
     dataset = arguments.dataset
     if is_named(dataset):
         raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
-    check_order(dataset, arguments.loader_kwargs or {})
+    _check_order(dataset, arguments.loader_kwargs or {})
     request = RunRequest("prediction", num_epochs=1)
     with inference_run(trainer, request, arguments) as run:
         try:
@@ -299,8 +299,8 @@ def _own_outputs(
             size = infer_batch_size(batch.data, batch.num_samples) if has_lists else None
             shares.append(to_cpu(output, size, copy))
             if not is_checked:
-                is_checked = warn_of_rows(batch, shares[-1])
-                warn_of_lost_lists(batch, output)
+                is_checked = _warn_of_rows(batch, shares[-1])
+                _warn_of_lost_lists(batch, output)
         del output  # before the next takes memory
         if batch.share is None or batch.share.ends_step:
             yield shares

@@ -105,7 +105,7 @@ def _check_stepped(scheduler: TrainerScheduler, request: RunRequest) -> None:
         )
 
 
-def check_scheduled_optimizer(trainer: TrainerLike) -> None:
+def _check_scheduled_optimizer(trainer: TrainerLike) -> None:
     """Check that the schedulers change the rates of the trainer's optimizers, not of other optimizers."""
     for name, scheduler in _schedulers_of_other_optimizers(trainer).items():
         function = f"create_scheduler_fn[{name!r}]" if name else "create_scheduler_fn"
@@ -220,7 +220,7 @@ def _begin_from_initial_rates(trainer: TrainerLike, run: Run, has_schedule: bool
     if trainer.scheduler is None:
         set_options(optimizer, now)
         return initial
-    check_scheduled_optimizer(trainer)
+    _check_scheduled_optimizer(trainer)
     if not continues:
         run.schedule.initial_options = initial
     return None if continues else initial

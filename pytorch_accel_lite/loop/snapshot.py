@@ -24,7 +24,7 @@ from pytorch_accel_lite.base.random_generators import (
 from pytorch_accel_lite.base.reachable_objects import is_generator
 from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
-from pytorch_accel_lite.optimizers.state_loading import load_state_of
+from pytorch_accel_lite.optimizers.types_of_states import load_state_of
 from pytorch_accel_lite.run.history import count_values, shorten_to
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trained_objects import (

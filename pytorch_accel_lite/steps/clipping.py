@@ -19,7 +19,7 @@ from pytorch_accel_lite.run.run import ClippingOrder, Run, TrainerLike
 from pytorch_accel_lite.run.trained_objects import updated_parameters
 
 
-def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
+def clip_as_configured(trainer: TrainerLike, config: TrainerRunConfig) -> None:
     """Clip each element of the gradients and their total norm, as configured."""
     accelerator, run = trainer.accelerator, trainer.current_run
     value, norm = config.gradient_clip_value, config.gradient_clip_norm

@@ -221,7 +221,7 @@ class OfClass(nn.Module):
         return hidden if label is None else hidden + self.classes(label)
 
 
-def test_predict_passes_an_optional_input_that_is_named_like_a_target():
+def test_predict_passes_optional_inputs_named_like_targets():
     data = [{"pixels": torch.randn(3), "label": index % 5, "target": torch.randn(3)} for index in range(6)]
     model = OfClass()
     trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.1), callbacks=[])

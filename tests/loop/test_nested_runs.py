@@ -230,7 +230,7 @@ class Shows(TrainerCallback):
         next(self.parts)
 
 
-def test_a_prediction_may_go_on_after_the_evaluation_that_began_it(tmp_path):
+def test_a_prediction_may_outlive_the_evaluation_that_began_it(tmp_path):
     def run(folder: str, *callbacks: Any, **kwargs: Any) -> Any:
         log = listener(on_train_step_end=lambda trainer, **_: trainer.log("first", trainer.batch_indices[0]))
         saving = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1)

@@ -17,7 +17,7 @@ from pytorch_accel_lite.optimizers.optimizer_parts import (
     step_modules,
 )
 from pytorch_accel_lite.optimizers.scheduled_options import note_options
-from pytorch_accel_lite.optimizers.state_loading import load_keeping_types
+from pytorch_accel_lite.optimizers.types_of_states import load_keeping_types
 
 #: The entries of the states of torch's optimizers that have the shape of the parameter, unlike steps.
 _SHAPED_LIKE_PARAMETERS = {

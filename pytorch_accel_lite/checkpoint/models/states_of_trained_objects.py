@@ -20,7 +20,7 @@ from pytorch_accel_lite.checkpoint.models.trainability import lacks_groups
 from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, full_state_dict, model_state, sharded_like
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.scheduled_options import note_options, noted_options
-from pytorch_accel_lite.optimizers.state_loading import load_state_of
+from pytorch_accel_lite.optimizers.types_of_states import load_state_of
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trained_objects import (
     instances_in,

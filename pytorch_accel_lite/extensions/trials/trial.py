@@ -33,9 +33,7 @@ from pytorch_accel_lite.extension_tools.runs_and_steps import (
     adding_error_notes,
     check_dataset,
     check_training,
-    create_eval_loaders,
     create_step,
-    create_train_loader,
     entering,
     loss_of,
     min_share_for_batch_norm,
@@ -45,6 +43,8 @@ from pytorch_accel_lite.extension_tools.runs_and_steps import (
     release_model,
     replaced,
     run_step,
+    set_eval_loaders,
+    set_train_loader,
     unwrapped_model,
 )
 from pytorch_accel_lite.extension_tools.states_and_files import trained_objects
@@ -116,7 +116,7 @@ class Trial:
         """Run the trial for a block, with the trainer prepared for training."""
         trainer, run = self.trainer, self.run
         with entering(trainer, run, f"{self._name}()"):
-            create_train_loader(trainer, run)
+            set_train_loader(trainer, run)
             with _prepared(trainer):
                 _begin_trial(trainer, run)
                 if run.training_step.closure and "closure" not in self._supports:
@@ -151,7 +151,7 @@ class Trial:
             vars(reader).update(current_run=run, open_runs=[run])
         run.data.train_dataset = _with_batch_size(self._data, batch_size) if self._sets_batch_size else self._data
         with replaced(run.data, train_arguments=run.data.train_arguments._replace(batch_size=batch_size)):
-            create_train_loader(reader, run)
+            set_train_loader(reader, run)
         try:
             batch: Batch | None = next(iter(run.data.required_train_loader.steps(1)), None)
         finally:
@@ -184,7 +184,7 @@ class Trial:
         """Create the loaders of an evaluation dataset, ``run.data.eval_loader``."""
         data = self.run.data
         data.eval_dataset, data.eval_arguments = eval_dataset, data.eval_arguments._replace(loader_kwargs=loader_kwargs)
-        create_eval_loaders(self.trainer, self.run)
+        set_eval_loaders(self.trainer, self.run)
 
     # passes and updates
 

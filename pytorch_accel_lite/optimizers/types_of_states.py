@@ -1,4 +1,4 @@
-"""Loading the states of optimizers to the same bits."""
+"""The states of optimizers, loaded to the same bits: each entry keeps the type that it was saved with."""
 
 from __future__ import annotations
 
