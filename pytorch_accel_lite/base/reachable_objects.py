@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import TypeAlias, TypeGuard, TypeVar, get_args
 
@@ -23,6 +25,7 @@ _GENERATORS = get_args(RandomGenerator)
 _DATA = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
 _MOST_REACHED = 10_000  # objects
 _MOST_PARTS = 1000  # parts of a list or dict
+_FIRST_PARTS = 8  # of a list or dict, which tell whether it holds data
 
 
 def reachable_from(roots: Iterable[object], in_loaders: bool = False) -> list[object]:
@@ -30,16 +33,24 @@ def reachable_from(roots: Iterable[object], in_loaders: bool = False) -> list[ob
 
     Functions hold the objects that they enclose, are bound to, or have as defaults; user functions also hold the
     globals that they use, and methods hold their object. Lists that begin with data, and long lists and dicts, are not
-    searched: they hold samples. Nor are objects of this package, except datasets.
+    searched: they hold samples. Nor are objects of this package, except datasets. Of very many objects, the nearest are
+    returned.
 
     Args:
         in_loaders: whether to search the contents of a ``DataLoader``
     """
     excluded = (*_DATA, ModuleType, type) if in_loaders else (*_DATA, ModuleType, type, DataLoader)
+    roots = [*roots]
+    reached = _search(roots, excluded, nearest_first=False)
+    return reached if len(reached) < _MOST_REACHED else _search(roots, excluded, nearest_first=True)
+
+
+def _search(roots: list[object], excluded: tuple[type, ...], nearest_first: bool) -> list[object]:
+    """Return the objects that can be reached, up to a limit. Usually, the order does not matter, but must stay."""
     reached: dict[int, object] = {}
-    left = [*roots]
+    left = deque(roots)
     while left and len(reached) < _MOST_REACHED:
-        item = left.pop()
+        item = left.popleft() if nearest_first else left.pop()
         if id(item) in reached or is_a(item, *excluded):
             continue
         reached[id(item)] = item
@@ -60,8 +71,7 @@ def is_generator(item: object) -> TypeGuard[RandomGenerator]:
 def parts_held(item: object) -> list[object]:
     """Return the objects that an object holds directly, see ``reachable_from()``."""
     if is_a(item, list, tuple):
-        is_data = not item or len(item) > _MOST_PARTS or is_a(item[0], *_DATA, list, tuple, dict)
-        return [] if is_data else [*item]
+        return [] if len(item) > _MOST_PARTS or _is_data(item) else [*item]
     if is_a(item, dict):
         return [*item.values()] if len(item) <= _MOST_PARTS else []
     if is_a(item, FunctionType):
@@ -74,6 +84,14 @@ def parts_held(item: object) -> list[object]:
         return [value for value in attributes_of(item).values() if not is_generator(value)]
     called = [item.func, item.args, item.keywords] if is_a(item, partial) else []
     return [*called, *attributes_of(item).values(), *_of_its_class(item)]
+
+
+def _is_data(item: object, depth: int = 3) -> bool:
+    """Whether an object is data, or a list or dict whose first parts are, such as a sample or a list of samples."""
+    if is_a(item, list, tuple, dict):
+        parts = islice(item.values() if is_a(item, dict) else item, _FIRST_PARTS)
+        return depth == 0 or all(_is_data(part, depth - 1) for part in parts)
+    return is_a(item, *_DATA)
 
 
 def attributes_of(item: object) -> dict[str, object]:
@@ -127,16 +145,20 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 def nested_in(root: object, is_kind: Callable[[object], bool]) -> list[object]:
     """Return an object and the objects of a kind inside it: in attributes, and in lists and dicts among them.
 
-    Lists that begin with an object of another kind are not searched, because they may be long.
+    Lists that begin with data, and long lists and dicts of other things, are not searched: they hold samples.
     """
     nested = [root]
     seen = {id(root)}
     for item in nested:  # grows in the loop
-        for value in getattr(item, "__dict__", {}).values():
-            values = list(value.values()) if isinstance(value, dict) else value
-            parts = values if isinstance(values, (list, tuple)) else [value]
-            for part in parts if parts and is_kind(parts[0]) else []:
-                if is_kind(part) and id(part) not in seen:
-                    seen.add(id(part))
-                    nested.append(part)
+        left = [*getattr(item, "__dict__", {}).values()]
+        while left:
+            part = left.pop(0)
+            if is_kind(part):
+                nested += [] if id(part) in seen else [part]
+                seen.add(id(part))
+            elif isinstance(part, (list, tuple, dict)) and id(part) not in seen:
+                seen.add(id(part))
+                parts = [*part.values()] if isinstance(part, dict) else part
+                is_searched = len(parts) <= _MOST_PARTS or is_kind(parts[0])
+                left[:0] = parts if is_searched and not _is_data(part) else []
     return nested

@@ -93,6 +93,8 @@ def _stacked(dataset: Source) -> Tree:
 
 def as_rows(indices: Rows, size: int) -> torch.Tensor:
     """Return indices for ``index_select``. Negative indices, which count from the end, become positive."""
+    if isinstance(indices, np.ndarray):  # torch takes no reversed array, nor one of objects, as of pandas
+        indices = indices.tolist() if indices.dtype == object else np.ascontiguousarray(indices)
     tensor = torch.as_tensor(indices)
     if tensor.numel() and (tensor.dtype is torch.bool or tensor.is_floating_point()):
         raise TypeError(

@@ -59,6 +59,7 @@ class SeededReader(SampleReader):
     its state, the generator is only watched in later batches. If a later batch draws from it after all, that batch is
     read again, and from then on every sample gets its seed. Reading does not change torch's generator. Generators that
     the dataset and the collate function hold themselves, such as those of transforms, get the seed of each sample, too.
+    If they are made while the first batch is read, it is read again.
 
     Args:
         dataset: the map dataset
@@ -76,7 +77,8 @@ class SeededReader(SampleReader):
 
     def __getitems__(self, share: SeededShare) -> BatchData:  # type: ignore[override]
         """Return the batch of a share."""
-        if self._held is None:
+        is_first = self._held is None
+        if is_first:
             self._held = find_held_generators([self.dataset, self._collate])
         state = torch.default_generator.get_state()
         try:
@@ -84,12 +86,23 @@ class SeededReader(SampleReader):
                 seed_generators(share[0])
                 if self._held:
                     seed_held_generators(self._held, share[0])
-                return self._collate(self.dataset.__getitems__(share[3]))
-            if self._by_samples is None:
-                return self._read_first(share)
-            return self._read(share, self._by_samples, state)
+                batch = self._collate(self.dataset.__getitems__(share[3]))
+            elif self._by_samples is None:
+                batch = self._read_first(share)
+            else:
+                batch = self._read(share, self._by_samples, state)
+        except BaseException:
+            self._held = None if is_first else self._held
+            raise
         finally:
             torch.default_generator.set_state(state)
+        return self.__getitems__(share) if is_first and self._finds_more() else batch
+
+    def _finds_more(self) -> bool:
+        """Search again, and return whether reading has made generators, which had no seed for each sample."""
+        before = {*map(id, self._held or ())}
+        self._held = find_held_generators([self.dataset, self._collate])
+        return not before.issuperset(map(id, self._held))
 
     def forget_generators(self) -> None:
         """Search the dataset's generators again at the next reading, because they may have been replaced."""

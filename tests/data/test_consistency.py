@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -435,6 +436,34 @@ def test_set_epoch_of_every_data_source_is_called_with_0_and_1(kind):
     make_loader = made()
     trained_on(data, lambda _: make_loader)
     assert sorted(set(told.epochs)) == [0, 1]
+
+
+class Holds(Dataset[Any]):
+    """Reads a dataset that it holds somewhere."""
+
+    def __init__(self, data: Any, holder: Any) -> None:
+        self.data, self.holder = [data], holder
+
+    def __len__(self) -> int:
+        return len(self.data[0])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[0][index]
+
+
+@pytest.mark.parametrize("hold", [
+    lambda data: [("a", data)],
+    lambda data: {"n": 3, "a": data},
+    lambda data: [None, data],
+    lambda data: [{"a": [data]}],
+])  # fmt: skip
+def test_datasets_within_lists_and_dicts_are_told_the_epoch(hold):
+    epochs: list[int] = []
+    inner: Any = make_data(4)
+    inner.set_epoch = epochs.append
+    data = Holds(make_data(4), hold(inner))
+    train(make_trainer(), epochs=2, train_dataset=data, train_dataloader_kwargs={"num_workers": 0})
+    assert epochs == [0, 1]
 
 
 class FromOne(ByEpoch):

@@ -37,6 +37,7 @@ from tests.small_models import (
     float64_data,
     float64_model,
     listener,
+    make_data,
     make_trainer,
     train,
 )
@@ -150,6 +151,12 @@ def test_negative_indices_are_those_of_a_dataloader(seed, sampler):
         source = DataLoader(data, **{kind: sampler} | ({} if kind == "batch_sampler" else {"batch_size": 2}))
         loader = shard(source, rank_of(0, 1), torch.device("cpu"), seed, training=True)
         assert [batch[0].tolist() for batch in loader] == [batch[0].tolist() for batch in source]
+
+
+@pytest.mark.parametrize("indices", [np.argsort(np.arange(9.0))[::-1][:5], np.array([3, 1, 2], dtype=object)])
+def test_indices_of_a_subset_may_be_any_array(indices):
+    found = make_trainer().predict(Subset(make_data(9), indices), 2)
+    assert torch.allclose(found, make_trainer().predict(make_data(9))[indices.tolist()])
 
 
 @pytest.mark.extension("streams")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.data import shard
@@ -262,6 +263,74 @@ def test_generators_inside_transforms_are_seeded_by_sample():
     assert torch.equal(read(1, start=8), first[8:])
     drawn = torch.cat([first[:, -8:], read(2)[:, -8:]])
     assert len(drawn.unique()) == drawn.numel()
+
+
+class AtFirstUse:
+    """Makes its generator when it is called first, as transformers' collator for language models does."""
+
+    def __init__(self) -> None:
+        self.generator: np.random.Generator | None = None
+
+    def __call__(self, sample: torch.Tensor) -> torch.Tensor:
+        if self.generator is None:
+            self.generator = np.random.default_rng(4)
+        return torch.cat([sample, torch.tensor([self.generator.random()])])
+
+
+OF_A_DEFAULT = np.random.default_rng(1)
+
+
+def scaled(sample: torch.Tensor, scale: float = 1.0, generator: np.random.Generator = OF_A_DEFAULT) -> Any:
+    return torch.cat([sample, torch.tensor([generator.random() * scale])])
+
+
+def added(scale: float, generator: np.random.Generator, sample: torch.Tensor) -> torch.Tensor:
+    return torch.cat([sample, torch.tensor([generator.random() * scale])])
+
+
+class Pipeline(Rows):
+    """Applies a function, and holds something else."""
+
+    def __init__(self, apply: Any, *others: Any) -> None:
+        super().__init__(float64_data(16))
+        self.apply, self.others = apply, others
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        found: torch.Tensor = self.apply(super().__getitem__(index)[0])
+        return found
+
+
+class InPairs:
+    def __init__(self, pairs: Any) -> None:
+        self.pairs = pairs
+
+    def __call__(self, sample: torch.Tensor) -> torch.Tensor:
+        return next(part for pair in self.pairs for part in pair if isinstance(part, Jitter))(sample)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Pipeline(AtFirstUse()),
+        lambda: Pipeline(InPairs([("name", Jitter())])),
+        lambda: Pipeline(InPairs([(Jitter(), 0.5)])),
+        lambda: Pipeline(InPairs([[None, Jitter()]])),
+        lambda: Pipeline(scaled),
+        lambda: Pipeline(partial(added, 0.5, np.random.default_rng(2))),
+        lambda: Pipeline(Jitter(), nn.Sequential(*(nn.Linear(1, 1) for _ in range(900)))),
+    ],
+    ids=["at first use", "named", "with a probability", "after None", "default", "partial", "beside a large model"],
+)
+def test_generators_are_found_wherever_a_dataset_holds_them(make):
+    def read(start: int = 0, workers: int = 0) -> torch.Tensor:
+        loader = shard(DataLoader(make(), 4, num_workers=workers), rank_of(0, 1), torch.device("cpu"), 1, training=True)
+        return torch.cat([loaded.data for loaded in loader.steps(1, start)])
+
+    first = read()
+    assert torch.equal(read(workers=2), first)
+    assert torch.equal(read(start=8), first[8:])
+    assert len(first[:, -1].unique()) == 16
 
 
 def test_seeded_reading_leaves_the_generators_unchanged():

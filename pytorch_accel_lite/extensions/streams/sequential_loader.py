@@ -11,6 +11,7 @@ from zlib import crc32
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
 from pytorch_accel_lite.extension_tools.data_and_batches import (
     Batch,
     BatchData,
@@ -27,6 +28,7 @@ from pytorch_accel_lite.extension_tools.data_and_batches import (
 )
 from pytorch_accel_lite.extension_tools.processes import Ranks
 from pytorch_accel_lite.extension_tools.random_numbers import (
+    RandomGenerator,
     derive_seed,
     find_held_generators,
     modules_with_generators,
@@ -283,7 +285,36 @@ class SequentialLoader(ShardedLoader):
         with preserving_generators():
             seed_all(seed)  # the seeds of workers follow from it
             reading = self._start_checked_reading(source)
-        return _drawn_with_seeds((derive_seed(number, after=seed) for number in count(first)), reading)
+        return self._drawn_with_seeds((derive_seed(number, after=seed) for number in count(first)), reading)
+
+    def _drawn_with_seeds(self, seeds: Iterable[int], batches: Iterator[BatchData]) -> Iterator[BatchData]:
+        """Yield batches, each drawn with a seed for all generators, and for those of the collate function.
+
+        Torch's generators are restored after each.
+        """
+        default = torch.default_generator
+        devices = [module for name, module in modules_with_generators(only_used=True).items() if name != "torch"]
+        collate = getattr(self.source, "collate_fn", None)
+        held = find_held_generators([collate])
+        has_searched_again = False
+        for seed in seeds:
+            state, states = default.get_state(), [module.get_rng_state() for module in devices]
+            seed_generators(seed)
+            seed_held_generators(held, seed)
+            for module in devices:
+                module.manual_seed(seed >> 1)
+            try:
+                batch = list(islice(batches, 1))
+            finally:
+                default.set_state(state)
+                for module, of_device in zip(devices, states, strict=True):
+                    module.set_rng_state(of_device)
+            if not batch:
+                return
+            yield batch[0]
+            if not has_searched_again:
+                _warn_of_new_generators(collate, held)
+                has_searched_again = True
 
     def _start_checked_reading(self, batches: Iterable[BatchData]) -> Iterator[BatchData]:
         iterator = self._start_reading(batches)
@@ -332,21 +363,11 @@ def _generators_differ(source: Source, ranks: Ranks) -> bool:
     return any(other != local for other in ranks.all_gather_object(local))
 
 
-def _drawn_with_seeds(seeds: Iterable[int], items: Iterator[T]) -> Iterator[T]:
-    """Yield items, each drawn with all generators set to a seed, and restore torch's generators."""
-    default = torch.default_generator
-    devices = [module for name, module in modules_with_generators(only_used=True).items() if name != "torch"]
-    for seed in seeds:
-        state, states = default.get_state(), [module.get_rng_state() for module in devices]
-        seed_generators(seed)
-        for module in devices:
-            module.manual_seed(seed >> 1)
-        try:
-            item = list(islice(items, 1))
-        finally:
-            default.set_state(state)
-            for module, of_device in zip(devices, states, strict=True):
-                module.set_rng_state(of_device)
-        if not item:
-            return
-        yield item[0]
+def _warn_of_new_generators(collate: object, before: list[RandomGenerator]) -> None:
+    """Warn if a collate function has made a generator in its first call, whose batch then had no seed."""
+    known = {*map(id, before)}
+    if any(id(held) not in known for held in find_held_generators([collate])):
+        warn_outside(
+            f"{type(collate).__name__}, the collate_fn, makes a random generator in its first call: a run that is "
+            "resumed draws other numbers. Let it make the generator when it is created, or call it once before."
+        )

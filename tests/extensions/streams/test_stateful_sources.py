@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import LimitBatchesCallback, StepBasedEvaluationCallback
 from tests.launching import SOAK, only_with_soak
-from tests.small_models import equal_weights, listener, same_bits
+from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model, listener, same_bits, weights
 from tests.streams import (
     BATCHES,
     Forgetful,
@@ -100,6 +100,51 @@ def test_a_source_that_cannot_report_all_is_read_again(tmp_path, kind, reason):
     assert reason in resumed["printed"]
     assert "will first read again what its epoch has seen, from IterableDataset" in resumed["printed"]
     assert "will not see the same training data" not in resumed["printed"]
+
+
+class Noise:
+    """Collates with noise of its own generator, which may be made in the first call."""
+
+    def __init__(self, at_first_use: bool) -> None:
+        self.generator = None if at_first_use else torch.Generator()
+
+    def __call__(self, samples: Any) -> Any:
+        if self.generator is None:
+            self.generator = torch.Generator()
+        inputs, targets = default_collate(samples)
+        return inputs + torch.randn(inputs.shape, generator=self.generator, dtype=inputs.dtype), targets
+
+
+class Rereads(IterableDataset[Any]):
+    """A stream with a position."""
+
+    def __init__(self) -> None:
+        self.data, self.position = float64_data(20), 0
+
+    def __iter__(self) -> Any:
+        while self.position < len(self.data):
+            self.position += 1
+            yield self.data[self.position - 1]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def test_a_collate_functions_own_generator_is_seeded_by_batch(tmp_path):
+    def trained(folder: str, at_first_use: bool = False, **kwargs: Any) -> Any:
+        trainer = adamw_trainer(float64_model(), callbacks=[SavesEachUpdate(tmp_path / folder)], seed=1)
+        noise = Noise(at_first_use)
+        trainer.train(Rereads(), 2, per_device_batch_size=4, collate_fn=noise, **kwargs)
+        return weights(trainer.model)
+
+    whole = trained("whole")
+    assert equal_weights(trained("again", resume_from=tmp_path / "whole" / "7"), whole)
+    with pytest.warns(UserWarning, match="Noise, the collate_fn, makes a random generator in its first call"):
+        trained("first", at_first_use=True)
 
 
 def test_a_stream_without_a_state_is_reread_with_its_noise(tmp_path):
