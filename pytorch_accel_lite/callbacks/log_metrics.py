@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 
 from pytorch_accel_lite.base.display import escape_unprintable, format_metric
@@ -29,7 +30,14 @@ class LogMetricsCallback(TrainerCallback):
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._new.skip(trainer.run_history)
 
-    on_evaluation_run_start = on_training_run_start
+    def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if trainer.run.outer is None:
+            self._new.skip(trainer.run_history)
+        else:  # before the values of an evaluation in a callback come, those of the run
+            self._log_new(trainer)
+
+    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        self._log(trainer, self._new_metrics(trainer, trainer.run.passing_metrics))
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._new.follow(trainer.run_history)  # a subclass may have overridden the start event
@@ -44,16 +52,18 @@ class LogMetricsCallback(TrainerCallback):
             self._log_new(trainer)
 
     def _log_new(self, trainer: TrainerLike, **kwargs: object) -> None:
+        self._log(trainer, self._new_metrics(trainer))
+
+    def _log(self, trainer: TrainerLike, metrics: dict[str, MetricValue]) -> None:
         set_own_listening(trainer, self, False, "on_train_step_checkpoint")
-        metrics = self._new_metrics(trainer)
         if metrics:
             self.log_metrics(trainer, metrics)
 
     on_train_epoch_end = on_train_step_checkpoint = on_epoch_checkpoint = _log_new
-    on_stop_training_error = on_exception = on_evaluation_run_end = _log_new
+    on_stop_training_error = on_exception = _log_new
 
-    def _new_metrics(self, trainer: TrainerLike) -> dict[str, MetricValue]:
-        return self._new.take(trainer.run_history)
+    def _new_metrics(self, trainer: TrainerLike, passing: Collection[str] = ()) -> dict[str, MetricValue]:
+        return self._new.take(trainer.run_history, passing)
 
     def log_metrics(self, trainer: TrainerLike, metrics: dict[str, MetricValue]) -> None:
         """Print metrics on one line.

@@ -279,11 +279,16 @@ class NewMetrics:
         existing = count_values(history)
         self.counts = {name: min(count, existing.get(name, 0)) for name, count in self.counts.items()}
 
-    def take(self, history: RunHistory) -> Row:
-        """Return the latest values of the metrics that are new, by name."""
+    def take(self, history: RunHistory, passing: Iterable[str] = ()) -> Row:
+        """Return the latest values of the metrics that are new, by name.
+
+        Args:
+            passing: metrics whose new values the history will remove again, so that they do not count as taken
+        """
         before = self.counts
         self.skip(history)
         names = [name for name, count in self.counts.items() if count > before.get(name, 0)]
+        self.counts |= {name: before.get(name, 0) for name in passing if name in self.counts}
         return {name: history.get_latest_metric(name) for name in names}
 
 

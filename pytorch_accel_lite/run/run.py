@@ -358,6 +358,11 @@ class Run:
         return self.config
 
     @property
+    def passing_metrics(self) -> Collection[str]:
+        """The metrics whose values ``evaluate()`` within a run only returns, because that run records them itself."""
+        return () if self.outer is None else self.outer.request.metrics.evaluated
+
+    @property
     def _num_epochs(self) -> int | None:
         """The number of epochs of the run; ``None`` if it is unknown, or before there is a config."""
         return None if self.config is None else self.config.num_epochs

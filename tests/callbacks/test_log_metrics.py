@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torchmetrics import MeanSquaredError
 
 from pytorch_accel_lite import StopTrainingError, Trainer
 from pytorch_accel_lite.callbacks import LogMetricsCallback
-from tests.small_models import listener, make_trainer, train
+from tests.small_models import listener, make_data, make_trainer, train
 
 
 class Collecting(LogMetricsCallback):
@@ -79,3 +80,22 @@ def test_metrics_of_a_stopped_epoch_are_logged():
     trainer = train(make_trainer([listener(on_eval_epoch_end=stop), collecting]), eval_dataset=True)
     names = [name for metrics in collecting.logged for name in metrics]
     assert sorted(names) == ["eval_loss_epoch", "train_loss_epoch"] == sorted(trainer.run_history.get_metric_names())
+
+
+@pytest.mark.extension("metrics")
+@pytest.mark.parametrize("event", ["on_train_epoch_end", "on_training_run_epoch_end", "on_epoch_checkpoint"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_evaluation_in_a_callback_hides_no_metric_of_the_run(event, is_first):
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
+    tested = []
+    tests = listener(**{event: lambda trainer, **_: tested.append(trainer.evaluate(make_data(6))["mse"])})
+    log = Collecting()
+    trainer = make_trainer(
+        [MetricsCallback({"mse": MeanSquaredError()}), *([tests, log] if is_first else [log, tests])]
+    )
+    train(trainer, 2, eval_dataset=make_data(4))
+    for name in ("train_loss_epoch", "eval_loss_epoch"):
+        assert [row[name] for row in log.logged if name in row] == trainer.run_history[name]
+    logged = [row["mse"] for row in log.logged if "mse" in row]
+    assert sorted(logged) == sorted([*trainer.run_history["mse"], *tested])

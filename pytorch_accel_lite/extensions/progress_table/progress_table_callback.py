@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -130,9 +130,9 @@ class ProgressTableCallback(LogMetricsCallback):
             # An evaluation at this update belongs to the same row.
             set_own_listening(trainer, self, True, "on_train_step_checkpoint")
 
-    def _new_metrics(self, trainer: TrainerLike) -> dict[str, MetricValue]:
+    def _new_metrics(self, trainer: TrainerLike, passing: Collection[str] = ()) -> dict[str, MetricValue]:
         means, self._running_means = self._running_means, {}
-        return means | super()._new_metrics(trainer)
+        return means | super()._new_metrics(trainer, passing)
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._table is not None:

@@ -193,9 +193,15 @@ class TrackerCallback(StepLogger):
         if self._evaluated:  # an evaluation within the epoch
             self._log_new(trainer)
 
+    def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if not self._is_finished and trainer.run.outer is not None:
+            self._log_new(trainer)
+
     def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if not self._is_finished:
-            self._log_new(trainer)
+            passing = trainer.run.passing_metrics
+            new = self._new.take(trainer.run_history, passing)
+            self._log_values(trainer, {name: value for name, value in new.items() if name not in passing})
 
     def on_outputs(
         self, trainer: TrainerLike, *, outputs: Mapping[str, str], pictures: Mapping[str, Picture], **kwargs: object
@@ -204,8 +210,10 @@ class TrackerCallback(StepLogger):
         self._log_after_rows(trainer, dict(outputs), dict(pictures))
 
     def _log_new(self, trainer: TrainerLike, **kwargs: object) -> None:
+        self._log_values(trainer, self._new.take(trainer.run_history))
+
+    def _log_values(self, trainer: TrainerLike, new: Mapping[str, MetricValue]) -> None:
         self._evaluated = False
-        new = self._new.take(trainer.run_history)
         self._log_after_rows(trainer, {name: as_number_or_text(value) for name, value in new.items()})
 
     on_epoch_checkpoint = _log_new

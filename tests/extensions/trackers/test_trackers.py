@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchmetrics import MeanSquaredError
 
 from pytorch_accel_lite.callbacks import TrackerCallback
 from tests.launching import PATIENCE, run_code
@@ -92,8 +93,19 @@ def test_a_custom_tracker_is_used_in_one_thread():
 
     trainer = make_trainer([TrackerCallback(own, every_n_updates=1), listener(on_train_epoch_end=evaluate)])
     train(trainer).evaluate(make_data())
-    assert [step for step, _ in own.logged] == [1, 2, 3, 3, None]
-    assert own.logged[3][1].keys() == {"evaluation_loss", "train_loss_epoch"}
+    assert [step for step, _ in own.logged] == [1, 2, 3, 3, 3, None]
+    assert [{*values} for _, values in own.logged[3:5]] == [{"train_loss_epoch"}, {"evaluation_loss"}]
+
+
+@pytest.mark.extension("metrics")
+def test_values_of_an_evaluation_in_a_callback_are_not_the_runs():
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
+    own = OfOneThread()
+    tests = listener(on_training_run_epoch_end=lambda trainer, **_: trainer.evaluate(make_data(6)))
+    trainer = make_trainer([MetricsCallback({"mse": MeanSquaredError()}), TrackerCallback(own), tests])
+    train(trainer, 2, eval_dataset=make_data(4))
+    assert [values["mse"] for _, values in own.logged if "mse" in values] == trainer.run_history["mse"]
 
 
 LOGGED = r"""
