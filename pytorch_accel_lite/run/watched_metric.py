@@ -272,7 +272,7 @@ def _missing_metric_error(where: object, name: str, trainer: TrainerLike) -> Val
     else:
         reason = f".{did_you_mean(name, recorded)}"
         if reason == "." and not all(is_from_this_package(type(callback)) for callback in trainer.callback_handler):
-            reason = f" yet. A callback that records it {order}."
+            reason = f" yet. A callback that records it {order}. In an epoch without a value, record float('nan')."
     return ValueError(
         f"{where}: the run has not recorded it{reason}"
         f"{'' if trainer.eval_dataloaders else ' train() was given no eval_dataset.'} "

@@ -147,6 +147,7 @@ class MetricsCallback(TrainerCallback):
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         self._note_loss(trainer)
         metrics = dict(self.metrics.items())
+        _check_not_shared(self, trainer)
         self._say_what_is_accuracy(trainer, metrics)
         directions = {name: getattr(metric, "higher_is_better", None) for name, metric in metrics.items()}
         directions |= {name: metric.higher_is_better for name, metric in self._pending.items()}
@@ -431,6 +432,19 @@ def _check_names(metrics: object) -> None:
                 f"metrics has the name {name!r}. It must be text without dots, and not that of an attribute of torch's "
                 "modules, such as 'train'. Choose another one."
             )
+
+
+def _check_not_shared(callback: MetricsCallback, trainer: TrainerLike) -> None:
+    """Check that no other callback has an object of this one, which would count the samples of both."""
+    own = {*map(id, _metrics_in(callback.metrics))}
+    for other in trainer.callback_handler:
+        if isinstance(other, MetricsCallback) and other is not callback:
+            for metric in _metrics_in(other.metrics):
+                if id(metric) in own:
+                    raise ValueError(
+                        f"Two MetricsCallbacks have the same {type(metric).__name__} object, so each would count what "
+                        "both see. Pass metric.clone() to one of them."
+                    )
 
 
 def _with_named_metrics(metrics: Tree, arguments: Mapping[str, object]) -> Tree:

@@ -89,8 +89,15 @@ class ModelEmaCallback(MetricWatcher):
         self.prefix = prefix
         self.ema: ModelEma | None = None
         self._handler = CallbackHandler(callbacks)
+        for callback in self._handler:
+            if isinstance(callback, MetricWatcher):
+                raise ValueError(
+                    f"callbacks=[{type(callback).__name__}(...)]: it acts at the ends of epochs, which callbacks of an "
+                    f"evaluation do not see. Pass it to the trainer, with watch_metric={watch_metric!r}, for example."
+                )
         self._follows = False  # whether it evaluates whenever the run does
         self._loaded: StateDict = {}
+        self._settings_before: dict[str, object] = {}
 
     @property
     def ema_model(self) -> ModelEma | None:
@@ -136,7 +143,9 @@ class ModelEmaCallback(MetricWatcher):
                 "ModelEmaCallback cannot average uninitialised lazy layers. Pass the model a batch before training: "
                 "model(inputs)."
             )
-        return model_ema(model, decay=self.decay, **({"warmup": True} if self.warmup else {}))
+        average = model_ema(model, decay=self.decay, **({"warmup": True} if self.warmup else {}))
+        self._settings_before = _settings_of(average)
+        return average
 
     def _average_shards(self, trainer: TrainerLike) -> None:
         """Create the average of sharded weights, which only exist once the model is prepared."""
@@ -222,8 +231,9 @@ class ModelEmaCallback(MetricWatcher):
         for name in quantised_entries(self.ema.module, weights):  # quantised weights of the model, not averaged
             del weights[name]
         state = {**super().state_dict(), "module": weights, "num_updates": self.ema.num_updates}
-        if self.ema.decay != self.decay:  # a program has changed it
-            state["decay"] = self.ema.decay
+        before, settings = self._settings_before, _settings_of(self.ema)
+        # What the program has changed since. It may create a resumed average with other settings than before.
+        state["settings"] = {name: value for name, value in settings.items() if value != before.get(name)}
         buffers = {name: buffer.detach() for name, buffer in self._unsaved_buffers().items()}
         return {**state, "buffers": buffers} if buffers else state
 
@@ -244,8 +254,15 @@ class ModelEmaCallback(MetricWatcher):
             quantised = quantised_entries(self.ema.module, current)
             self.ema.module.load_state_dict(weights, strict=not quantised)
             self.ema.num_updates = state["num_updates"]
-            self.ema.decay = state.get("decay", self.ema.decay)
+            for name, value in state.get("settings", {}).items():
+                setattr(self.ema, name, value)
             saved = state.get("buffers", {})
             for name, buffer in self._unsaved_buffers().items():
                 if name in saved and saved[name].shape == buffer.shape:
                     buffer.copy_(saved[name])
+
+
+def _settings_of(average: ModelEma) -> dict[str, object]:
+    """Return the attributes of an average that are numbers or text, such as the decay, or those of a subclass."""
+    names = vars(average).keys() - {"num_updates", "training"}
+    return {name: vars(average)[name] for name in names if isinstance(vars(average)[name], (int, float, str))}

@@ -132,16 +132,19 @@ class ModelEma(nn.Module):
     def _pairs(self, model: nn.Module) -> Iterator[Pair]:
         """Yield the tensors of the average and of the model side by side, except for quantised weights."""
         _follow_buffers(self.module, model)
-        averages, values = ([*module.parameters(), *module.buffers()] for module in (self.module, model))
-        pairs = zip(averages, values, [value.requires_grad for value in values], strict=True)
+        averages, values = (dict(chain(each.named_parameters(), each.named_buffers())) for each in (self.module, model))
+        by_name = averages.keys() == values.keys()  # unless the model is wrapped: then in their order
+        averaged = [averages[name] for name in values] if by_name else [*averages.values()]
+        pairs = zip(averaged, values.values(), [value.requires_grad for value in values.values()], strict=True)
         return (pair for pair in pairs if not is_frozen_and_quantised(pair[1]))
 
 
 def _follow_buffers(average: nn.Module, model: nn.Module) -> None:
-    """Give an average the buffers that a forward pass of the model has set, where there were none, such as caches."""
+    """Give an average the buffers that a forward pass of the model has set, or given another shape, such as caches."""
     for part, of_model in zip(average.modules(), model.modules(), strict=True):
         for name, buffer in of_model._buffers.items():
-            if (buffer is None) != (part._buffers.get(name) is None):
+            averaged = part._buffers.get(name)
+            if buffer is None or averaged is None or averaged.shape != buffer.shape:
                 part._buffers[name] = None if buffer is None else buffer.detach().clone()
 
 

@@ -445,6 +445,13 @@ def test_a_metric_that_two_callbacks_record_is_refused():
     assert trainer.progress.step == 0
 
 
+def test_a_metric_object_that_two_callbacks_have_is_refused():
+    data, metric = classification(), MulticlassAccuracy(3)
+    trainer = class_trainer(MetricsCallback({"fine": metric}), MetricsCallback({"coarse": metric}))
+    with pytest.raises(ValueError, match=r"same MulticlassAccuracy object.*Pass metric\.clone\(\)"):
+        trainer.train(data, 1, data)
+
+
 def test_a_metric_may_be_recorded_in_each_step():
     logs = listener(on_train_step_end=lambda trainer, step, **_: trainer.run_history.update_metric("step_loss", step))
     trainer = train(make_trainer([logs]))

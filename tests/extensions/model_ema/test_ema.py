@@ -24,7 +24,6 @@ from tests.small_models import (
     image_data,
     image_model,
     largest_difference,
-    listener,
     normed_model,
     same_bits,
     weights,
@@ -133,6 +132,45 @@ class CountsEvaluations(TrainerCallback):
         trainer.run_history.update_metric("evaluations", self.evaluations)
 
 
+class Counts(ModelEma):
+    """Keeps more of the average with each update, by a number of its own."""
+
+    def __init__(self, model: nn.Module, decay: float = 0.5) -> None:
+        super().__init__(model, decay)
+        self.calls = 0
+
+    def update(self, model: nn.Module) -> None:
+        self.calls += 1
+        self.decay = 1 - 1 / (1 + self.calls)
+        super().update(model)
+
+
+class Replaces(nn.Sequential):
+    """Replaces one of its buffers in each forward pass, so that their order changes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        passes = self.passes + 1
+        del self.passes
+        self.register_buffer("passes", passes)
+        outputs: torch.Tensor = super().forward(x)
+        return outputs
+
+
+def test_buffers_are_averaged_by_name():
+    model = Replaces(*float64_model())
+    model.register_buffer("passes", torch.zeros(1))
+    model.register_buffer("one", torch.ones(1))
+    ema = ModelEmaCallback(0.5, save_path=None)
+    adamw_trainer(model, callbacks=[ema]).train(float64_data(16), 1, float64_data(4), 4)
+    assert ema.ema.module.one.tolist() == [1.0]
+    assert ema.ema.module.passes.item() > 2
+
+
+def test_callbacks_that_would_never_act_are_refused():
+    with pytest.raises(ValueError, match="Pass it to the trainer, with watch_metric='ema_model_eval_loss_epoch'"):
+        ModelEmaCallback(callbacks=[SaveBestModelCallback("best.pt")])
+
+
 def make_cached() -> nn.Module:
     class Cached(nn.Sequential):
         def forward(self, x):
@@ -146,16 +184,14 @@ def make_cached() -> nn.Module:
 
 
 @pytest.mark.extension("metrics", "user_attributes")
-def test_a_resumed_average_has_its_callbacks_and_decay(tmp_path):
+def test_a_resumed_average_has_its_callbacks_and_rule(tmp_path):
     def trained(folder: str, **kwargs: Any) -> Any:
         from pytorch_accel_lite.callbacks import MetricsCallback
 
         within = [MetricsCallback({"mse": MinMaxMetric(MeanSquaredError())}), CountsEvaluations()]
-        ema = ModelEmaCallback(0.5, save_path=None, callbacks=within)
-        slow_down = lambda trainer, **_: setattr(ema.ema, "decay", 1 - 1 / (1 + trainer.progress.update))  # noqa: E731
-        slower = listener(on_update_end=slow_down)
+        ema = ModelEmaCallback(0.5, save_path=None, callbacks=within, model_ema=Counts)
         states = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1)
-        trainer = adamw_trainer(make_cached(), callbacks=[ema, slower, states], seed=0)
+        trainer = adamw_trainer(make_cached(), callbacks=[ema, states], seed=0)
         trainer.train(float64_data(22), 4, float64_data(9), 4, **kwargs)
         return weights(ema.ema.module), trainer.run_history.to_dict()
 
