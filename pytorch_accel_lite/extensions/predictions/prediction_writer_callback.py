@@ -30,7 +30,8 @@ class PredictionWriterCallback(TrainerCallback):
     order of the dataset. Shards are written atomically. If a prediction was killed, the same call resumes it at the
     first sample that has not been written, on any number of processes, and returns only the remaining outputs; damaged
     shards are removed, with a warning. Predictions of other weights in the directory, finished or not, are replaced,
-    with a message; ``predictions.json`` has a checksum of the weights. To keep memory use low::
+    with a message; ``predictions.json`` has a checksum of the weights. Other data of the same length are not
+    recognised: give each dataset a directory of its own. To keep memory use low::
 
         for _ in trainer.predict_iter(dataset):
             pass
@@ -82,7 +83,10 @@ class PredictionWriterCallback(TrainerCallback):
                 f"predicting all {length} samples."
             )
         if start:
-            trainer.print(f"{start} of {length} samples have already been predicted; continuing with the rest.")
+            trainer.print(
+                f"{start} of {length} samples have already been predicted; continuing with the rest. If the data are "
+                "others of this length, pass overwrite=True, or another directory."
+            )
 
     def on_predict_step_end(self, trainer: TrainerLike, batch_output: Tree, **kwargs: object) -> None:
         indices = _indices_of_batch(trainer)
