@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import time
 import types
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import is_from_this_package, library_attributes
-from pytorch_accel_lite.extension_tools.data_and_batches import is_dense
+from pytorch_accel_lite.extension_tools.data_and_batches import is_dense, parts_in
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import named_callbacks
 from pytorch_accel_lite.extension_tools.states_and_files import SavedBeside, unsaved_attribute_names
 from pytorch_accel_lite.extensions.user_attributes.plain_objects import (
     SCALARS,
     Encoder,
+    SharesMemory,
     TooManyPartsError,
     digest,
     holds_nothing,
@@ -90,6 +93,31 @@ def saved_elsewhere(trainer: TrainerLike, beside: SavedBeside) -> Callable[[obje
         objects += [*module.modules(), *module.parameters(), *module.buffers()]
     ids = {id(thing): thing for thing in objects if thing is not None}
     return lambda value: id(value) in ids
+
+
+def sharing_memory(trainer: TrainerLike, beside: SavedBeside) -> SharesMemory:
+    """Return whether a tensor shares memory with weights or with the data, and must not be changed in place."""
+    owners = [trainer.get_model(), trainer.loss_func, *beside.trained.values(), *beside.loose.values()]
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+    tensors: list[object] = [owner for owner in owners if isinstance(owner, torch.Tensor)]
+    tensors += chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
+    for data in (trainer.train_dataset, trainer.eval_dataset):
+        tensors += parts_in([*getattr(data, "__dict__", {}).values()])
+    memory = {_memory_of(tensor) for tensor in tensors} - {None}
+    return lambda tensor: _memory_of(tensor) in memory
+
+
+def identity_of(value: object) -> int | None:
+    """Return the address of an object that may change in place, or of a tensor's memory; ``None`` for others."""
+    if isinstance(value, torch.Tensor):
+        return _memory_of(value)
+    return id(value) if isinstance(value, (list, dict, set, deque, np.ndarray)) else None
+
+
+def _memory_of(value: object) -> int | None:
+    if not isinstance(value, torch.Tensor) or not _is_plain(value) or not value.numel():
+        return None
+    return value.untyped_storage().data_ptr()
 
 
 def path_of(key: Key) -> str:

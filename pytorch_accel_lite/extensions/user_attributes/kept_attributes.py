@@ -30,15 +30,18 @@ from pytorch_accel_lite.extensions.user_attributes.attribute_owners import (
     ModuleAttributes,
     attributes_of_users,
     encoder_of,
+    identity_of,
     owners_in_modules,
     owners_of_attributes,
     path_of,
     place_of,
     saved_elsewhere,
     shares_memory_with_weights,
+    sharing_memory,
     with_modules,
 )
 from pytorch_accel_lite.extensions.user_attributes.plain_objects import (
+    Current,
     Decoder,
     Encoder,
     Node,
@@ -99,6 +102,32 @@ _KEPT_ANYWAY = 1 << 20  # bytes: smaller attributes with tensors are kept even i
 _LARGE = 1 << 30  # bytes that cause a message
 
 
+def _aliases(values: Mapping[str, object]) -> dict[str, str]:
+    """Return the paths of attributes that hold the same object as an earlier one, each with the path of the first."""
+    first: dict[int, str] = {}
+    identities = {path: identity_of(value) for path, value in values.items()}
+    known = {path: identity for path, identity in identities.items() if identity is not None}
+    return {path: first[identity] for path, identity in known.items() if first.setdefault(identity, path) != path}
+
+
+class _Places:
+    """The objects of a program that attributes are restored in, each for one attribute and its aliases.
+
+    Args:
+        aliases: the result of ``_aliases()`` for the saved run
+    """
+
+    def __init__(self, aliases: Mapping[str, str]) -> None:
+        self._aliases = aliases
+        self._taken: dict[int, str] = {}
+
+    def take(self, path: str, current: Current) -> Current:
+        """Return the current object of an attribute, unless that of another one is restored in it."""
+        first, identity = self._aliases.get(path, path), identity_of(current)
+        is_taken = identity is not None and self._taken.setdefault(identity, first) != first
+        return NoPlaceError if is_taken else current
+
+
 class KeptAttributes(UserAttributes):
     """The users' attributes in the training states of a run: what the program created before it, and what changed.
 
@@ -117,11 +146,11 @@ class KeptAttributes(UserAttributes):
     def note_created(self, trainer: TrainerLike) -> None:
         """Note the attributes created by the program, before a run changes them."""
         beside = find_saved_beside(trainer)
-        is_saved = saved_elsewhere(trainer, beside)
+        is_saved, shares = saved_elsewhere(trainer, beside), sharing_memory(trainer, beside)
         for key, value in attributes_of_users(trainer, beside.trained):
             self._names.setdefault(key[0], set()).add(key[1])
             try:
-                node = Encoder(is_saved, _MOST_PARTS).encode(value, key[1])
+                node = Encoder(is_saved, _MOST_PARTS, shares).encode(value, key[1])
             except TooManyPartsError:
                 continue
             is_large = sum(tensor.nbytes for tensor in tensors_of_node(node)) > _MOST_BYTES and not isinstance(
@@ -149,9 +178,10 @@ class KeptAttributes(UserAttributes):
         kept: set[Key] = set()
         beside = find_saved_beside(trainer)
         is_alone, is_saved = trainer.ranks.world_size == 1, saved_elsewhere(trainer, beside)
+        shares = sharing_memory(trainer, beside)
         owners = owners_of_attributes(trainer)
         for key, value in attributes_of_users(trainer, beside.trained):
-            encoder = Encoder(is_saved)
+            encoder = Encoder(is_saved, shares=shares)
             node = encoder.encode(value, path_of(key))
             self._print_unsaved(trainer, encoder.unsaved)
             if holds_nothing(node):
@@ -175,6 +205,7 @@ class KeptAttributes(UserAttributes):
                 name: sorted(self._names.get(name, set()) - vars(owner).keys()) for name, owner in owners.items()
             },
             "own": _by_owner(dict.fromkeys(sorted(own))),
+            "aliases": _aliases({path_of(key): v for key, v in attributes_of_users(trainer, beside.trained)}),
             "has_modules": True,  # earlier versions did not keep the attributes of modules
         }
         self._print_large(trainer, of_all["kept"])
@@ -259,31 +290,48 @@ class KeptAttributes(UserAttributes):
         self, trainer: TrainerLike, saved: StateDict, own: StateDict | None, source: str, *, is_final: bool
     ) -> None:
         """Restore the users' attributes, in place if the program has created them."""
-        owners = owners_of_attributes(trainer)
-        states_by_owner = _merged(saved.get("kept", {}), own or {})
+        states = _merged(saved.get("kept", {}), own or {})
+        if not is_final:
+            self._restore_in_owners(trainer, copy.deepcopy(states), saved, source)
+            return
         # Copies that starting events make of modules have the attributes that the program has created.
-        lost = self._restore_in_modules(trainer, states_by_owner, source) if is_final else []
+        lost = self._restore_in_modules(trainer, states, source)
+        lost += self._restore_in_owners(trainer, states, saved, source)
+        owners = owners_of_attributes(trainer)
+        for owner, names in saved.get("removed", {}).items():
+            for name in names if owner in owners else ():
+                vars(owners[owner]).pop(name, None)
+        self._restore_settings(trainer, saved, owners)
+        if saved.get("has_modules"):
+            owners_of_parts = owners_in_modules(trainer, trained_objects(trainer))
+            self._in_modules.reset_unchanged(owners_of_parts, self.names_in(saved))
+        _say_what_is_lost(saved, own, lost, source)
+        self._say_what_differs(trainer, saved)
+
+    def _restore_in_owners(
+        self, trainer: TrainerLike, states_by_owner: Mapping[str, Mapping[str, Node]], saved: StateDict, source: str
+    ) -> list[str]:
+        """Restore the attributes of the trainer and of callbacks, and return the paths of those without a place."""
+        lost = []
+        owners, beside = owners_of_attributes(trainer), find_saved_beside(trainer)
+        shares, places = sharing_memory(trainer, beside), _Places(saved.get("aliases", {}))
+        for key, value in attributes_of_users(trainer, beside.trained):
+            if key[1] not in states_by_owner.get(key[0], {}):
+                places.take(path_of(key), value)  # it stays as it is
         for owner, states in states_by_owner.items():
             if owner not in owners:
                 continue  # another message reports the missing callback
             held, unsaved = vars(owners[owner]), unsaved_attribute_names(owners[owner])
-            for name, node in states.items() if is_final else copy.deepcopy(states).items():
+            for name, node in states.items():
                 if name in unsaved:
                     continue  # the run that saved the state kept it
+                path = path_of((owner, name))
+                current = places.take(path, held.get(name, NoPlaceError))
                 try:
-                    held[name] = Decoder(trainer.device, source).decode(node, held.get(name, NoPlaceError))
+                    held[name] = Decoder(trainer.device, source, shares).decode(node, current)
                 except NoPlaceError:
-                    lost.append(path_of((owner, name)))
-        for owner, names in saved.get("removed", {}).items() if is_final else ():
-            for name in names if owner in owners else ():
-                vars(owners[owner]).pop(name, None)
-        if is_final:
-            self._restore_settings(trainer, saved, owners)
-            if saved.get("has_modules"):
-                owners_of_parts = owners_in_modules(trainer, trained_objects(trainer))
-                self._in_modules.reset_unchanged(owners_of_parts, self.names_in(saved))
-            _say_what_is_lost(saved, own, lost, source)
-            self._say_what_differs(trainer, saved)
+                    lost.append(path)
+        return lost
 
     def _restore_in_modules(
         self, trainer: TrainerLike, states_by_owner: Mapping[str, Mapping[str, Node]], source: str

@@ -38,6 +38,8 @@ from pytorch_accel_lite.extensions.user_attributes.packed_lists import Columns, 
 Node: TypeAlias = Any
 #: The program's object in the place of the restored one; ``NoPlaceError`` if there is none.
 Current: TypeAlias = Any
+#: Returns whether a tensor shares memory with something that a state keeps elsewhere, such as weights.
+SharesMemory: TypeAlias = Callable[[torch.Tensor], bool]
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -46,11 +48,12 @@ SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SEQUENCES: dict[str, type] = {kind.__name__: kind for kind in (list, set, frozenset, deque)}
 _DICTS: dict[str, type] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (int, float, str, list, dict, set, bool)}
+_NUMBERS: dict[str, type] = {kind.__name__: kind for kind in (range, slice, torch.Size)}
 _BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 _CODE = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type, functools.partial,
     re.Pattern, logging.Logger, torch.dtype, torch.device, torch.layout, np.dtype, np.ufunc, types.GenericAlias,
-    range, slice, type(...),
+    type(...),
 )  # fmt: skip
 #: Packages whose objects need not be saved, unless they have a ``state_dict()``.
 _LIBRARIES = frozenset({"pytorch_accel_lite", "accelerate", "torch"})
@@ -78,14 +81,19 @@ class Encoder:
     Args:
         is_saved: returns whether an object is saved elsewhere, and is therefore skipped
         most_parts: number of parts after which to raise ``TooManyPartsError``
+        shares: returns whether a tensor shares memory with one that is saved elsewhere
 
     Attributes:
         unsaved: the paths to parts that cannot be stored, with their classes
     """
 
     def __init__(
-        self, is_saved: Callable[[object], bool] = lambda value: False, most_parts: float = float("inf")
+        self,
+        is_saved: Callable[[object], bool] = lambda value: False,
+        most_parts: float = float("inf"),
+        shares: SharesMemory = lambda tensor: False,
     ) -> None:
+        self._shares = shares
         self.unsaved: dict[str, str] = {}
         self._is_saved = is_saved
         self._parts_left = most_parts
@@ -160,7 +168,8 @@ class Encoder:
             full = full_state_dict(value.detach(), keep=True)
             flags = {"device": value.device.type, "grad": value.requires_grad, "parameter": type(value) is nn.Parameter}
             self._cells.append([full])
-            return "tensor", self._note(value), flags, self._cells[-1]
+            node = "tensor", self._note(value), flags, self._cells[-1]
+            return ("shared", node) if self._shares(value) else node
         if type(value) is np.ndarray and value.dtype.kind in _ARRAYS:
             number = self._note(value)
             flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
@@ -214,11 +223,13 @@ class Decoder:
     Args:
         device: where to create tensors that were not in host memory
         source: the origin of the nodes, for error messages
+        shares: returns whether a tensor of the program shares memory with one that is saved elsewhere
     """
 
-    def __init__(self, device: torch.device, source: str) -> None:
+    def __init__(self, device: torch.device, source: str, shares: SharesMemory = lambda tensor: False) -> None:
         self._device = device
         self._source = source
+        self._shares = shares
         self._objects: dict[int, object] = {}
         self._used: set[int] = set()
         self._copied: dict[int, object] = {}
@@ -291,7 +302,8 @@ class Decoder:
         cls = _DICTS[kind]
         target = self._target(number, current, type(current) is cls, cls)
         held = {self.decode(key, NoPlaceError): node for key, node in pairs}
-        values = {key: self.decode(node, target.get(key, NoPlaceError)) for key, node in held.items()}
+        make = getattr(target, "default_factory", None) or (lambda: NoPlaceError)  # of the program
+        values = {key: self.decode(node, target[key] if key in target else make()) for key, node in held.items()}
         target.clear()
         target.update(values)
         if factory is not None:
@@ -309,6 +321,12 @@ class Decoder:
             raise NoPlaceError
         return tuple.__new__(cls, values)
 
+    def _shared(self, current: Current, node: Node) -> torch.Tensor:
+        if not (isinstance(current, torch.Tensor) and self._shares(current)):
+            return self._tensor(current, *node[1:])
+        self._objects[node[1]] = current  # its values have been restored elsewhere
+        return current
+
     def _tensor(self, current: Current, number: int, flags: StateDict, cell: list[Any]) -> torch.Tensor:
         device = self._device if flags["device"] == self._device.type else torch.device("cpu")
         saved = cell[0] if len(cell) == 1 else _unpack(*cell)
@@ -317,7 +335,8 @@ class Decoder:
             tensor = copy.deepcopy(saved, self._copied).to(device)  # views of one tensor stay views of one
             return nn.Parameter(tensor, flags["grad"]) if flags["parameter"] else tensor
 
-        target: torch.Tensor = self._target(number, current, _can_be_filled(current, saved, flags["device"]), create)
+        fits = _can_be_filled(current, saved, flags["device"]) and not self._shares(current)
+        target: torch.Tensor = self._target(number, current, fits, create)
         if target is current:
             with torch.no_grad():
                 target.copy_(saved)
@@ -376,6 +395,9 @@ class Decoder:
     def _number(self, current: Current, dtype: str, content: bytes) -> np.generic:
         number: np.generic = np.frombuffer(content, np.dtype(dtype))[0]
         return number
+
+    def _numbers(self, current: Current, name: str, arguments: list[Any]) -> object:
+        return _NUMBERS[name](*arguments)
 
     def _object(self, current: Current, number: int, name: str, held: dict[str, Node]) -> object:
         fits = current is not NoPlaceError and _name_of(type(current)) == name
@@ -484,7 +506,11 @@ def _states_of(metric: Metric) -> list[str]:
 
 
 def _encode_number(value: Tree, path: str) -> Node:
-    return ("number", value.dtype.str, value.tobytes()) if isinstance(value, np.generic) else None
+    if isinstance(value, np.generic):
+        return "number", value.dtype.str, value.tobytes()
+    if isinstance(value, (range, slice)):
+        return "numbers", type(value).__name__, [value.start, value.stop, value.step]
+    return ("numbers", "Size", [[*value]]) if isinstance(value, torch.Size) else None
 
 
 def _as_tensor(flat: npt.NDArray[Any]) -> torch.Tensor:

@@ -47,7 +47,7 @@ def test_kills_in_all_phases_leave_no_trace_down_to_one_process(run, undisturbed
     assert [world_size for _, _, world_size in outcome.changes] == [3, 2, 1]
     said = [line for line in outcome.output.splitlines() if line.startswith("launch:")]
     assert len(said) == 3
-    assert all("was killed by SIGKILL. " in line for line in said)
+    assert all("was killed by SIGKILL. " in line for line in said), said
     assert "One process continued after" in said[-1]
     (written,) = outcome.written
     assert written["takeovers"] == 3

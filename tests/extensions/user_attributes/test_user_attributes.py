@@ -7,7 +7,7 @@ import enum
 import random
 import threading
 import zipfile
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
@@ -486,3 +487,56 @@ def test_a_shipped_callback_has_no_attributes_like_a_users(kind, tmp_path, monke
     trainer.save_training_state(tmp_path / "state")
     found = torch.load(tmp_path / "state/trainer.pt", weights_only=True)["user_attributes"]
     assert [*found["kept"].get(kind.__name__, found["settings"].get(kind.__name__))] == ["of_the_user"]
+
+
+class OfBest(TrainerCallback):
+    """Has the weights of the model at first, and then copies."""
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        self.best = trainer.get_model().state_dict()
+        self.targets = trainer.train_dataset.tensors[1]
+
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        self.best = copy.deepcopy(trainer.get_model().state_dict())
+        self.targets = 0.5 * self.targets
+
+
+class Pairs(TrainerCallback):
+    """Has attributes that are one object at first, and others that stay one."""
+
+    def __init__(self) -> None:
+        self.before = self.now = torch.zeros(1)
+        self.longest = self.latest = []
+        self.queue = self.same_queue = []
+        self.counts: Any = defaultdict(lambda: defaultdict(lambda: 0))
+        self.range, self.slice, self.size = range(1), slice(0, 1), torch.Size([1])
+
+    def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        update = trainer.progress.update
+        self.before, self.now = self.now, next(trainer.get_model().parameters()).detach().sum().reshape(1)
+        self.latest = [*self.latest, update]
+        self.longest = self.latest if update % 3 == 0 else self.longest
+        self.queue.append(update)
+        self.counts["updates"][update] += 1
+        self.range, self.slice, self.size = range(update), slice(0, update), torch.Size([update])
+        with torch.no_grad():
+            trainer.get_model()[0].bias += 0.01 * (self.now - self.before) + 0.01 * len(self.same_queue)
+
+    def everything(self) -> Any:
+        numbers = [*self.range, self.slice.stop, *self.size, *self.counts["updates"]]
+        return self.before, self.now, self.longest, self.latest, self.queue, self.same_queue, numbers
+
+
+@pytest.mark.parametrize("update", [2, 5, 8])
+def test_attributes_that_share_memory_at_first_are_restored_apart(tmp_path, update):
+    def trained(folder: str, resume_from: Path | None = None) -> Any:
+        pairs, best, model = Pairs(), OfBest(), float64_model()
+        data = TensorDataset(*(tensor.clone() for tensor in DATA.tensors))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        saving = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1)
+        trainer = Trainer(model, nn.MSELoss(), optimizer, [pairs, best, saving], seed=0)
+        trainer.train(data, 2, per_device_batch_size=6, resume_from=resume_from)
+        return model.state_dict(), best.best, best.targets, data.tensors, pairs.everything()
+
+    whole = trained("whole")
+    assert same_bits(trained("again", tmp_path / "whole" / f"update-{update:09d}"), whole)
