@@ -10,8 +10,9 @@ import pytest
 from pytorch_accel_lite import StopTrainingError
 from pytorch_accel_lite.run.events import EVENTS, STEP_EVENTS, keywords_of
 from pytorch_accel_lite.run.run import Step
+from pytorch_accel_lite.steps.step_choice import STEP_KINDS
 from tests.kinds_of_steps import BLOCKS, KINDS, OF_A_RUN, OF_ALL_RUNS, OWNERS, check_calls, check_kind, declared
-from tests.launching import CAN_SHARD, two_are_enough
+from tests.launching import CAN_SHARD, ROOT, two_are_enough
 from tests.recorded_events import CustomError, raising, recording_callback
 from tests.small_models import make_trainer, train
 
@@ -48,6 +49,13 @@ def test_no_kind_of_step_of_the_core_is_left_out():
     rooms = tuple(f"pytorch_accel_lite.{room}." for room in ("loop", "run", "steps"))
     shipped = {step for step in kinds_of(Step) if step.__module__.startswith(rooms)}
     assert shipped - {Step} == {kind.step for kind in KINDS.values() if not isinstance(kind.step, str)}
+
+
+def test_each_kind_of_step_that_an_extension_adds_fires_its_events():
+    covered = {kind.step if isinstance(kind.step, str) else kind.step.__name__ for kind in KINDS.values()}
+    for kind in STEP_KINDS:
+        tests = (ROOT / "tests" / "extensions" / kind.__module__.split(".")[2]).glob("test_*.py")
+        assert kind.__name__ in covered or any("check_kind(" in test.read_text() for test in tests), kind
 
 
 @pytest.mark.extension("failed_batches")
