@@ -64,6 +64,8 @@ def check_scheduler(trainer: TrainerLike, request: RunRequest, steps_itself: boo
             raise ValueError(f"{name}={value!r} needs a scheduler. Pass create_scheduler_fn, or omit it.")
         return
     _refuse_placeholders(scheduler, parts)
+    if request.saves_training_states:
+        _check_has_state(parts)
     if steps_itself:
         return
     if metric is not None and not any(map(follows_metric, parts.values())):
@@ -71,6 +73,16 @@ def check_scheduler(trainer: TrainerLike, request: RunRequest, steps_itself: boo
         raise ValueError(f"scheduler_metric={metric!r}: {kinds} takes no metric, unlike ReduceLROnPlateau's. Omit it.")
     for part in parts.values():
         _check_stepped(part, request)
+
+
+def _check_has_state(parts: Mapping[str, TrainerScheduler]) -> None:
+    """Check that training states can keep a scheduler."""
+    for part in parts.values():
+        if not hasattr(part, "state_dict"):
+            raise TypeError(
+                f"{type(part).__name__}, the scheduler, has no state_dict(), so training states cannot keep it. Give "
+                "it state_dict() and load_state_dict(state), or derive it from torch.optim.lr_scheduler.LRScheduler."
+            )
 
 
 def _refuse_placeholders(scheduler: TrainerScheduler, parts: Mapping[str, TrainerScheduler]) -> None:

@@ -1,8 +1,10 @@
-"""States of optimizers of others than torch are loaded with the types that they were saved with."""
+"""States of optimizers: the types of their values, the identity and order of their groups, and their schedules."""
 
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
+from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.loop.snapshot import Snapshot
-from tests.small_models import make_model, make_trainer, same_bits, train
+from tests.small_models import float64_data, make_model, make_trainer, same_bits, train
 
 
 class Exact(Optimizer):
@@ -95,3 +98,68 @@ def test_a_state_of_another_form_is_loaded_by_its_optimizer(load, kind, tmp_path
     else:
         train(loaded, resume_from=next((tmp_path / "states").glob("update-*")))
     assert same_bits(loaded.optimizer.state_dict(), saved.optimizer.state_dict())
+
+
+class HoldsGroups:
+    """A user's schedule, which keeps the groups of the optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.groups, self.steps = optimizer, optimizer.param_groups, 0
+
+    def step(self) -> None:
+        self.steps += 1
+        for group in self.groups:
+            group["lr"] = 0.1 / (1 + self.steps)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+class LowersRates(TrainerCallback):
+    """Takes the groups before a state is loaded again."""
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        self.groups = trainer.optimizer.param_groups
+
+    def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        for group in self.groups:
+            group["weight_decay"] += 0.01
+
+
+def by_names(model: nn.Module, names: list[str]) -> torch.optim.Optimizer:
+    parameters = dict(model.named_parameters())
+    return torch.optim.Adam([parameters[name] for name in names], lr=0.02)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_optimizers_resume_in_whatever_order_their_groups_were_made(tmp_path, in_order):
+    def trained(folder: str, names: list[str], resume_from: Path | None = None) -> Any:
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1)).double()
+        model.load_state_dict({name: torch.ones_like(value) * 0.1 for name, value in model.state_dict().items()})
+        saving = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1)
+        optimizer = by_names(model, names)
+        trainer = Trainer(model, nn.MSELoss(), optimizer, [LowersRates(), saving], seed=0)
+        schedule = {"create_scheduler_fn": HoldsGroups}
+        trainer.train(float64_data(24), 2, per_device_batch_size=6, resume_from=resume_from, **schedule)
+        return model.state_dict(), trainer.optimizer.state_dict()
+
+    names = [f"{layer}.{kind}" for layer in range(3) for kind in ("weight", "bias")]
+    whole = trained("whole", names)
+    again = names if in_order else [*names[2:], *names[:2]]
+    assert same_bits(trained("again", again, tmp_path / "whole" / "update-000000005"), whole)
+
+
+def test_a_schedule_that_states_cannot_keep_is_refused_early(tmp_path):
+    class Forgets:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def step(self) -> None: ...
+
+    trainer = make_trainer([SaveTrainingStateCallback(tmp_path)])
+    with pytest.raises(TypeError, match=r"Forgets, the scheduler, has no state_dict\(\)"):
+        train(trainer, create_scheduler_fn=Forgets)
+    assert trainer.progress.update == 0

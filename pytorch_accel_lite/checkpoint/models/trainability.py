@@ -65,6 +65,20 @@ def lacks_groups(optimizer: TrainerOptimizer, state: StateDict) -> bool:
     return is_created(optimizer) and len(optimizer.param_groups) < len(state.get("param_groups", ()))
 
 
+def order_groups(trainer: TrainerLike, saved: StateDict) -> None:
+    """Put the parameters of each group in the order of the saved run: if made from a set, it differs by process."""
+    names = {id(parameter): name for name, parameter in _parameters(trainer)}
+    for name, owner in all_optimizers(trainer).items():
+        parts = single_optimizers(owner)
+        for part, groups in saved.get("groups", {}).get(name, {}).items():
+            for group, order in zip(parts[part].param_groups if part in parts else (), groups, strict=False):
+                now = [names.get(id(parameter)) for parameter in group["params"]]
+                if now != order and None not in order and sorted(map(str, now)) == sorted(order):
+                    for key in ("params", "param_names"):
+                        if key in group:
+                            group[key][:] = [group[key][now.index(parameter)] for parameter in order]
+
+
 def add_missing_groups(trainer: TrainerLike, saved: StateDict) -> None:
     """Add to the optimizers the groups that the saved run had added, if their parameters are known by name."""
     parameters = dict(_parameters(trainer))

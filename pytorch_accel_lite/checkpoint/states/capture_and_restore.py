@@ -44,6 +44,7 @@ from pytorch_accel_lite.checkpoint.models.trainability import (
     capture_gradients,
     capture_trainability,
     lacks_groups,
+    order_groups,
     restore_gradients,
     restore_trainability,
 )
@@ -304,6 +305,7 @@ def restore_before_start(trainer: TrainerLike, state: TrainingState, with_schedu
     In a resumed run, this is done before the starting events, and ``restore_after_start`` after them.
     """
     _check_optimizer_classes(trainer, state)
+    order_groups(trainer, state.shared.get("trainability", {}))
     model = trainer.get_model(keep_torch_compile=False)
     _read_tensors_as_here(trainer, model, state)
     shared = state.shared

@@ -24,9 +24,9 @@ from pytorch_accel_lite.extensions.user_attributes.plain_objects import (
     Encoder,
     SharesMemory,
     TooManyPartsError,
+    bytes_of_node,
     digest,
     holds_nothing,
-    tensors_of_node,
 )
 
 #: The names of an owner and of one of its attributes.
@@ -257,7 +257,7 @@ def _attributes(owners: Mapping[str, object]) -> Iterator[tuple[Key, object]]:
                 continue
             if f"{name}_orig" in weights or f"{name}_g" in weights:  # computed in each forward pass
                 continue
-            if isinstance(value, torch.Tensor) and (not _is_plain(value) or value.grad_fn is not None):
+            if isinstance(value, torch.Tensor) and not _is_plain(value):
                 continue
             if type(value) not in SCALARS:
                 seen.add(id(value))
@@ -289,7 +289,7 @@ def _digest_with(is_saved: Callable[[object], bool]) -> Callable[[object, Key], 
             node = encoder_of(value, is_saved, _MOST_PARTS).encode(value, path_of(key))
         except TooManyPartsError:
             return None
-        is_large = sum(tensor.nbytes for tensor in tensors_of_node(node)) > _MOST_BYTES
+        is_large = bytes_of_node(node) > _MOST_BYTES
         return None if is_large or holds_nothing(node) else digest(node)
 
     return digest_of

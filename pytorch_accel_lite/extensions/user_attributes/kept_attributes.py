@@ -47,10 +47,10 @@ from pytorch_accel_lite.extensions.user_attributes.plain_objects import (
     Node,
     NoPlaceError,
     TooManyPartsError,
+    bytes_of_node,
     digest,
     holds_nothing,
     is_setting,
-    tensors_of_node,
 )
 
 
@@ -153,9 +153,7 @@ class KeptAttributes(UserAttributes):
                 node = Encoder(is_saved, _MOST_PARTS, shares).encode(value, key[1])
             except TooManyPartsError:
                 continue
-            is_large = sum(tensor.nbytes for tensor in tensors_of_node(node)) > _MOST_BYTES and not isinstance(
-                value, nn.Module
-            )
+            is_large = bytes_of_node(node) > _MOST_BYTES and not isinstance(value, nn.Module)
             found = None if is_large else digest(node)
             if found is not None:
                 self._digests[key] = found
@@ -267,7 +265,7 @@ class KeptAttributes(UserAttributes):
         """Print once which attributes make states large."""
         for owner, states in kept.items():
             for name, node in states.items():
-                size = sum(tensor.nbytes for tensor in tensors_of_node(node))
+                size = bytes_of_node(node)
                 path = path_of((owner, name))
                 if size >= _LARGE and f"{path}: size" not in self._warned_of:
                     self._warned_of.add(f"{path}: size")
@@ -393,8 +391,7 @@ class KeptAttributes(UserAttributes):
 
 def _is_kept_anyway(node: Node) -> bool:
     """Whether a node has tensors (the program may have drawn them at random) and is small enough to be stored."""
-    sizes = [tensor.nbytes for tensor in tensors_of_node(node)]
-    return not is_setting(node) and sum(sizes) <= _KEPT_ANYWAY
+    return not is_setting(node) and bytes_of_node(node) <= _KEPT_ANYWAY
 
 
 def _agree_on_kept(trainer: TrainerLike, kept: set[Key], digests: dict[Key, str | None]) -> tuple[set[Key], set[Key]]:

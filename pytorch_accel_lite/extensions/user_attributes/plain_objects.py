@@ -127,7 +127,7 @@ class Encoder:
         owners = Counter(tensor.untyped_storage().data_ptr() for [tensor] in self._cells if _has_memory(tensor))
         for cell in self._cells:
             [tensor] = cell
-            if tensor.nbytes > _SMALL or not _has_memory(tensor):
+            if not _has_memory(tensor) or tensor.nbytes > _SMALL:
                 continue
             storage = tensor.untyped_storage()
             if storage.nbytes() == tensor.nbytes and owners[storage.data_ptr()] == 1:
@@ -459,6 +459,14 @@ def tensors_of_node(node: Node) -> Iterable[torch.Tensor]:
     elif isinstance(node, (tuple, list, dict)):
         for item in node.values() if isinstance(node, dict) else node:
             yield from tensors_of_node(item)
+
+
+def bytes_of_node(node: Node) -> int:
+    """Return the size of the tensors in a node; of sparse ones, of their values."""
+    return sum(
+        tensor.nbytes if tensor.layout is torch.strided else tensor._nnz() * tensor.element_size()  # noqa: SLF001
+        for tensor in tensors_of_node(node)
+    )
 
 
 def holds_nothing(node: Node) -> bool:

@@ -540,3 +540,32 @@ def test_attributes_that_share_memory_at_first_are_restored_apart(tmp_path, upda
 
     whole = trained("whole")
     assert same_bits(trained("again", tmp_path / "whole" / f"update-{update:09d}"), whole)
+
+
+class Recurrent(nn.Module):
+    """Carries a hidden state with its graph, and a sparse tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(5, 4), nn.Linear(4, 1)
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = None if self.hidden is None else self.hidden.detach()
+        self.hidden = self.cell(x.float(), before)
+        outputs: torch.Tensor = self.head(self.hidden)
+        return outputs.double()
+
+
+def test_hidden_states_with_a_graph_and_sparse_attributes_are_kept(tmp_path):
+    def trained(folder: str, resume_from: Path | None = None) -> Any:
+        torch.manual_seed(0)
+        model = Recurrent()
+        saving = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1)
+        trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), [saving], seed=0)
+        trainer.adjacency = torch.eye(3).to_sparse()
+        trainer.train(DATA, 2, per_device_batch_size=6, resume_from=resume_from)
+        return model.state_dict(), trainer.run_history.to_dict()
+
+    whole = trained("whole")
+    assert same_bits(trained("again", tmp_path / "whole" / "update-000000005"), whole)
