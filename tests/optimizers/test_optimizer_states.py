@@ -135,7 +135,7 @@ def by_names(model: nn.Module, names: list[str]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_optimizers_resume_in_whatever_order_their_groups_were_made(tmp_path, in_order):
+def test_optimizers_resume_in_any_order_of_parameters(tmp_path, in_order):
     def trained(folder: str, names: list[str], resume_from: Path | None = None) -> Any:
         model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1)).double()
         model.load_state_dict({name: torch.ones_like(value) * 0.1 for name, value in model.state_dict().items()})

@@ -528,7 +528,7 @@ class Pairs(TrainerCallback):
 
 
 @pytest.mark.parametrize("update", [2, 5, 8])
-def test_attributes_that_share_memory_at_first_are_restored_apart(tmp_path, update):
+def test_attributes_that_share_memory_are_restored_apart(tmp_path, update):
     def trained(folder: str, resume_from: Path | None = None) -> Any:
         pairs, best, model = Pairs(), OfBest(), float64_model()
         data = TensorDataset(*(tensor.clone() for tensor in DATA.tensors))
@@ -557,7 +557,7 @@ class Recurrent(nn.Module):
         return outputs.double()
 
 
-def test_hidden_states_with_a_graph_and_sparse_attributes_are_kept(tmp_path):
+def test_hidden_states_with_a_graph_are_kept(tmp_path):
     def trained(folder: str, resume_from: Path | None = None) -> Any:
         torch.manual_seed(0)
         model = Recurrent()
