@@ -51,7 +51,7 @@ def test_no_kind_of_step_of_the_core_is_left_out():
     assert shipped - {Step} == {kind.step for kind in KINDS.values() if not isinstance(kind.step, str)}
 
 
-def test_each_kind_of_step_that_an_extension_adds_fires_its_events():
+def test_each_kind_of_step_of_an_extension_fires_its_events():
     covered = {kind.step if isinstance(kind.step, str) else kind.step.__name__ for kind in KINDS.values()}
     for kind in STEP_KINDS:
         tests = (ROOT / "tests" / "extensions" / kind.__module__.split(".")[2]).glob("test_*.py")
