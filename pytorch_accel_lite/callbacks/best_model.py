@@ -174,7 +174,20 @@ class SaveBestModelCallback(MetricWatcher):
             )
         else:
             trainer.print(f"Loading the best model: {best}")
-            trainer.load_checkpoint(self.save_path)
+            if self._optimizer_fits(trainer):
+                trainer.load_checkpoint(self.save_path)
+            else:
+                trainer.print("The optimizer stays as it is: its groups of parameters have changed since.")
+                trainer.load_checkpoint(self.save_path, load_optimizer=False, load_scheduler=False)
+
+    def _optimizer_fits(self, trainer: TrainerLike) -> bool:
+        """Whether the optimizer in the file, if any, has as many parameters in each group as that of the trainer."""
+        try:
+            saved = load_plain(Path(self.save_path), mapped=True)["optimizer_state_dict"]["param_groups"]
+        except (ValueError, KeyError, TypeError):  # the trainer writes other files
+            return True
+        now = getattr(trainer.optimizer, "param_groups", saved)
+        return [len(group["params"]) for group in saved] == [len(group["params"]) for group in now]
 
     def _is_in_file(self) -> bool:
         """Whether the file exists and holds the best model, rather than the model of a killed attempt."""

@@ -381,3 +381,25 @@ def test_a_resumed_run_keeps_the_best_k_models_of_both_parts(tmp_path, greater):
 def test_at_least_one_best_model_is_kept():
     with pytest.raises(ValueError, match="keep=0 must be at least 1"):
         SaveBestModelCallback(keep=0)
+
+
+def test_the_best_model_is_loaded_if_groups_were_added_since(tmp_path, capsys):
+    class Unfreezes(TrainerCallback):
+        def on_train_epoch_start(self, trainer, **kwargs):
+            if trainer.progress.epoch == 2:
+                layer = trainer.get_model()[0].requires_grad_(True)
+                trainer.optimizer.add_param_group({"params": [*layer.parameters()]})
+
+        def on_training_run_epoch_end(self, trainer, **kwargs):
+            trainer.run_history.update_metric("error", trainer.progress.epoch)
+
+    model = make_model()
+    model[0].requires_grad_(False)
+    head = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    best = SaveBestModelCallback(tmp_path / "best.pt", watch_metric="error", greater_is_better=False)
+    trainer = make_trainer([Unfreezes, best], model, optimizer=torch.optim.SGD(head, lr=0.01))
+    train(trainer, 2)
+    assert best.best_metric_epoch == 1
+    saved = torch.load(tmp_path / "best.pt", weights_only=True)["model_state_dict"]
+    assert equal_weights(trainer.get_model().state_dict(), saved)
+    assert "The optimizer stays as it is" in capsys.readouterr().out
