@@ -40,7 +40,7 @@ def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
         index: {name: sharded_like(parameters.get(index), value) for name, value in values.items()}
         for index, values in state.get("state", {}).items()
     }
-    had = [group.keys() for group in groups]
+    had = [{*group} for group in groups]
     before = optimizer.state_dict() if is_created(optimizer) else {}
     load = partial(load_keeping_types, optimizer) if is_created(optimizer) else optimizer.load_state_dict
     load({**state, "state": sharded} if "state" in state else state)  # a wrapper's state may have its own form
