@@ -282,7 +282,7 @@ class Trainer:
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
         self._set_up_accelerator(accelerator, mixed_precision, find_unused_parameters)
         self.seed = None if seed is None else int(seed)  # generators reject numpy's integers
-        self.compile_model = compile_model
+        self.compile_model: bool | Literal["blocks"] | dict[str, Any] = compile_model
         self.activation_checkpointing = activation_checkpointing
         self.channels_last, self.check_replicas, self.deterministic = channels_last, check_replicas, deterministic
         self.scheduler: TrainerScheduler = None

@@ -69,7 +69,6 @@ def test_the_programs_of_the_first_pages_pass_mypy(page_programs):
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.programs
 @pytest.mark.timeout(900)
