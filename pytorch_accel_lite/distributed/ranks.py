@@ -21,6 +21,7 @@ from pytorch_accel_lite.distributed.stack_frames import MACHINERY
 
 MACHINERY.add(__file__)
 T = TypeVar("T")
+_SMALL = 2**16  # bytes of a tensor that is sent together with others
 
 
 @cache
@@ -190,10 +191,18 @@ class Ranks:
         return tensor
 
     def copy_from_first(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy the first rank's values to all ranks, in place."""
-        if self.world_size > 1:
-            for tensor in tensors:
-                _broadcast_in_place(self.members[0], tensor.detach(), self.device_group)
+        """Copy the first rank's values to all ranks, in place: small tensors, such as buffers, all at once."""
+        if self.world_size == 1:
+            return
+        small: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in (tensor.detach() for tensor in tensors):
+            # torch does not copy to tensors of inference mode outside of it.
+            if _is_plain(tensor) and tensor.nbytes <= _SMALL and not tensor.is_inference():
+                small.setdefault(tensor.device, []).append(distinct_elements(tensor))
+            else:
+                _broadcast_in_place(self.members[0], tensor, self.device_group)
+        for together in small.values():
+            _broadcast_together(self.members[0], together, self.device_group)
 
     def all_gather_object(self, value: T, only_first: bool = False) -> list[T]:
         """Return the values of all ranks, in rank order; with ``only_first``, only on the first rank."""
@@ -295,15 +304,37 @@ def _broadcast_in_place(source: int, tensor: torch.Tensor, group: dist.ProcessGr
     The values are sent as bytes, because gloo supports few dtypes, and from contiguous memory, because it ignores
     strides.
     """
-    if type(tensor) is not torch.Tensor or not is_dense(tensor):
+    if not _is_plain(tensor):
         dist.broadcast(tensor, source, group)
         return
     tensor = distinct_elements(tensor)
-    is_contiguous = tensor.is_contiguous() and 0 not in tensor.stride()
-    dense = tensor if is_contiguous else tensor.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(dense.reshape(-1).view(torch.uint8), source, group)
+    dense = _contiguous(tensor)
+    dist.broadcast(_as_bytes(dense), source, group)
     if dense is not tensor:
         tensor.copy_(dense)
+
+
+def _broadcast_together(source: int, tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Copy a rank's values of plain tensors of one device to all ranks of a group, in one message."""
+    ordered = sorted(tensors, key=lambda tensor: -tensor.itemsize)  # so that each part begins at a multiple of its size
+    message = torch.cat([_as_bytes(tensor) for tensor in ordered])
+    dist.broadcast(message, source, group)
+    for tensor, part in zip(ordered, message.split_with_sizes([tensor.nbytes for tensor in ordered]), strict=True):
+        tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    is_contiguous = tensor.is_contiguous() and 0 not in tensor.stride()
+    return tensor if is_contiguous else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return _contiguous(tensor).reshape(-1).view(torch.uint8)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is not sharded, sparse or of another unusual kind."""
+    return type(tensor) is torch.Tensor and is_dense(tensor)
 
 
 _kind: type[Ranks] = Ranks

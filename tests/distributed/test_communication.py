@@ -44,6 +44,9 @@ class BuffersOfAllKinds(nn.Module):
         self.register_buffer("expanded", torch.full((1,), float(own_rank())).expand(3))
         for dtype in (torch.int16, torch.uint16, torch.bfloat16, torch.bool, torch.complex64):
             self.register_buffer(f"of {str(dtype)[6:]}", torch.tensor([1 - own_rank(), 0]).to(dtype))
+        self.register_buffer("large", torch.full((20_000,), float(own_rank())))
+        with torch.inference_mode():
+            self.register_buffer("of inference", torch.full((2,), own_rank()))
 
 
 def gather_rows() -> Any:
@@ -253,6 +256,7 @@ def test_buffers_of_any_kind_are_copied_from_the_first_process(ranks):
         assert around == [0, -1, 1, -1, 2, -1, 3, -1]
         assert buffers["turned"] == [[0, 3], [1, 4], [2, 5]]
         assert buffers["expanded"] == [0, 0, 0]
+        assert set(buffers["large"]) == set(buffers["of inference"]) == {0}
         for name in ("int16", "uint16", "bfloat16", "bool", "complex64"):
             assert buffers[f"of {name}"] == [1, 0], name
 

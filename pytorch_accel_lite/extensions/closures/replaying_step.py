@@ -116,7 +116,8 @@ class ReplayingStep(PlainStep):
         """Add the gradients of a batch, and return its loss, weighted by its share of the window."""
         output = self.forward(trainer, run, batch)
         samples = batch.samples(output)
-        return backward(trainer, batch, output, *samples, run.window, trainer.backward_step).detach()
+        weighted = backward(trainer, batch, output, *samples, run.window, trainer.backward_step)
+        return weighted.detach().to(output["loss"].dtype)  # numbers of items make it float64, but not on all processes
 
 
 def recompute_gradients(self: TrainerLike) -> torch.Tensor:

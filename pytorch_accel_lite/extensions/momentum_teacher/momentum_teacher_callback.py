@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.extending import RunRequest, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, check_range, checked_calls
@@ -56,6 +57,7 @@ class MomentumTeacherCallback(ModelEmaCallback):
         self.momentum = momentum
         self.every_n_updates = check_positive_int("every_n_updates", every_n_updates)
         self._num_updates = 0
+        self._must_sync = False
         self._trainer: TrainerLike | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,6 +101,9 @@ class MomentumTeacherCallback(ModelEmaCallback):
                 "length. Pass max_num_train_steps to train(), or a number as the momentum."
             )
         self._num_updates = length or 0
+        # The wrapper copies the buffers of the first process before the next forward pass, which is after the update.
+        model = trainer.model
+        self._must_sync = isinstance(model, DistributedDataParallel) and model.broadcast_buffers
 
     def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         update = trainer.progress.update
@@ -109,3 +114,5 @@ class MomentumTeacherCallback(ModelEmaCallback):
             momentum = self._schedule(update - 1, self._num_updates)
             vars(average)["decay"] = check_range(f"momentum({update - 1}, {self._num_updates})", momentum, most=1)
         average.update(trainer.get_model(keep_torch_compile=False))
+        if self._must_sync:
+            trainer.sync_buffers(average.module)

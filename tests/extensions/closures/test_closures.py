@@ -190,6 +190,31 @@ def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks, scheme):
     check_processes(two_ranks, functools.partial(train_by, scheme), weights_and_losses)
 
 
+class Counting(Trainer):
+    """Weighs each batch by a number of items, of which a filler batch has none."""
+
+    def calculate_train_batch_loss(self, batch):
+        return {**super().calculate_train_batch_loss(batch), "num_items_in_batch": torch.tensor(len(batch[1]))}
+
+
+def train_counting(folder: Path | None = None) -> Trainer:
+    model = float64_model().float()
+    data = [(x.float(), y.float()) for x, y in DATA][:9]
+    trainer = Counting(model, nn.MSELoss(), lbfgs(model), callbacks=every_state(folder), seed=0)
+    trainer.train(data, 1, per_device_batch_size=8 // world_size())
+    return trainer
+
+
+def test_processes_without_samples_take_part_in_closures(two_ranks):
+    alone = weights(train_counting().model)
+    for found in two_ranks.run(counting_weights):
+        assert largest_difference(found, alone) < 1e-5
+
+
+def counting_weights() -> dict[str, torch.Tensor]:
+    return final_weights(train_counting())
+
+
 # ------------------------------------------------------------------------------------------- what it returns and leaves
 
 

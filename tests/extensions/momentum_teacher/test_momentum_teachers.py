@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import MomentumTeacherCallback, SaveTrainingStateCallback
 from tests.launching import CAN_SHARD
-from tests.ranks import OrderedStream, check_processes, every_state, world_size
+from tests.ranks import OrderedStream, check_processes, every_state, run_and_resume, world_size
 from tests.sharded import fit, gathered, sharded_trainer
 from tests.small_models import equal_weights, float64_data, float64_model, largest_difference, listener, weights
 
@@ -117,6 +117,20 @@ def with_states(folder: Path | None, **kwargs: Any) -> Trainer:
 @pytest.mark.processes
 def test_processes_have_one_teacher_and_resume_to_the_same_bits(two_ranks):
     check_processes(two_ranks, with_states, pair)
+
+
+def with_batch_norm(folder: Path | None, **kwargs: Any) -> Trainer:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
+    return train(taught(MomentumTeacherCallback(0.9), every_state(folder), model, seed=0), **kwargs)
+
+
+@pytest.mark.processes
+def test_all_processes_have_the_buffers_of_the_teacher(two_ranks):
+    """Batch norm has others on each process until the next forward pass."""
+    whole, *others = [run for runs in two_ranks.run(run_and_resume, with_batch_norm, pair) for run in runs]
+    assert len(others) > 3
+    assert all(equal_weights(other, whole) for other in others)
 
 
 def in_shards(how: str, folder: Path) -> list[dict[str, torch.Tensor]]:
