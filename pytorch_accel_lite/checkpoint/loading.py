@@ -153,6 +153,12 @@ def load_training_state(trainer: TrainerLike, input_dir: StrPath) -> StateDict:
         state = resumed
         restore_before_start(trainer, state, with_scheduler=not trainer.current_run.schedule.is_recreated)
     else:
+        if resumed is None and trainer.is_running and trainer.progress.epoch:
+            raise RuntimeError(
+                f"load_training_state({os.fspath(input_dir)!r}) cannot be called within a run, which would not go back "
+                "to it. End the run, and call train(resume_from=directory). For the weights alone, call "
+                "load_checkpoint(directory, load_optimizer=False, load_scheduler=False)."
+            )
         state = read_state(location, trainer.ranks)
         options = settings_recorder().optimizer_options(trainer)
         restore_before_start(trainer, state)

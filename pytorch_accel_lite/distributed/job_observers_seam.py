@@ -27,6 +27,8 @@ class OpenTrainer(Protocol):
     def ranks(self) -> Ranks: ...  # noqa: D102
     @property
     def progress(self) -> RunPosition: ...  # noqa: D102
+    @property
+    def is_running(self) -> bool: ...  # noqa: D102
     def close(self) -> None: ...  # noqa: D102
 
 

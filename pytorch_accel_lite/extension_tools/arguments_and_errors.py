@@ -28,7 +28,13 @@ from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.optional_packages import install_command
 from pytorch_accel_lite.base.paths import is_place, parse_location
 from pytorch_accel_lite.base.unknown_names import did_you_mean, events_meant, our_names
-from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_in_this_package, is_overridden
+from pytorch_accel_lite.base.user_code import (
+    checked_by,
+    is_from_this_package,
+    is_in_this_package,
+    is_overridden,
+    users_classes,
+)
 from pytorch_accel_lite.base.warnings_and_errors import add_note, notes_of, warn_outside
 
 __all__ = [
@@ -36,7 +42,8 @@ __all__ = [
     "check_module", "check_names", "check_number", "check_positive_int", "check_positive_number", "check_range",
     "check_text", "checked_by", "checked_calls", "describe_error", "did_you_mean", "events_meant", "install_command",
     "is_from_this_package", "is_in_this_package", "is_overridden", "library_attributes", "may_differ",
-    "missing_extension_text", "notes_of", "optional", "parse_location", "suggest", "warn_outside",
+    "missing_extension_text", "notes_of", "optional", "parse_location", "suggest", "users_classes",
+    "warn_outside",
 ]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -18,6 +18,7 @@ from pytorch_accel_lite.optimizers.optimizer_parts import (
     optimized_parameters,
     parts_of_optimizer,
     schedulers_in,
+    unwrapped_parts,
 )
 from pytorch_accel_lite.optimizers.optimizer_steps import needs_closure
 from pytorch_accel_lite.optimizers.scheduled_options import (
@@ -50,6 +51,7 @@ __all__ = [
     "is_created", "layer_scales", "learning_rates", "needs_closure", "no_sync_within_window", "not_optimized",
     "optimized_parameters", "other_modules", "other_optimizers", "parameters_not_in_model", "parts_of_optimizer",
     "scheduled_options", "schedulers_in", "set_optimizer_modes", "set_option", "sync_ddp_buffers", "total_norm",
+    "unwrapped_parts",
 ]  # fmt: skip
 
 

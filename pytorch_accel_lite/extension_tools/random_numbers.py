@@ -20,11 +20,11 @@ from pytorch_accel_lite.base.random_generators import (
     seed_held_generators,
     state_of_generator,
 )
-from pytorch_accel_lite.base.reachable_objects import RandomGenerator
+from pytorch_accel_lite.base.reachable_objects import RandomGenerator, is_generator
 
 __all__ = [
     "RandomGenerator", "capture_generators", "derive_seed", "deterministic_kernels", "draw_seed",
-    "find_held_generators", "generator_with", "modules_with_generators", "preserving_generators",
+    "find_held_generators", "generator_with", "is_generator", "modules_with_generators", "preserving_generators",
     "preserving_held_generators", "restore_generator", "restore_generators", "seed_all", "seed_generators",
     "seed_held_generators", "state_of_generator",
 ]  # fmt: skip

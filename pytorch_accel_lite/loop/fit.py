@@ -17,6 +17,7 @@ from pytorch_accel_lite.checkpoint.disk.locks import lock_path
 from pytorch_accel_lite.checkpoint.find_state import find_state
 from pytorch_accel_lite.checkpoint.states.capture_and_restore import check_history
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
+from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.loop import custom_loops, training
 from pytorch_accel_lite.loop.guards.arguments_and_datasets import check_optimizers, check_training
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_ranks, settings_of_optimizer
@@ -144,6 +145,8 @@ def _set_seeds(trainer: TrainerLike, run: Run) -> None:
     """Seed the generators, and find the seed of the data order, which a resumed run takes from its state."""
     run.data.seed = trainer.seed
     if trainer.seed is not None:
+        if any(other.is_running for other in open_trainers() if other is not trainer):  # which goes on afterwards
+            run.cleanup.callback(restore_generators, capture_generators())
         seed_run(trainer.seed, alike=trainer.division.has_fixed_shares)
     state = run.resumed
     if state is not None:

@@ -49,7 +49,7 @@ def begin_resuming(trainer: TrainerLike, run: Run) -> None:
     if "load_training_state" in run.overridden:
         trainer.load_training_state(state.directory)  # the method of Trainer, if it calls that, takes run.resumed
     else:
-        restore_before_start(trainer, state, with_scheduler=not run.schedule.is_recreated)
+        restore_before_start(trainer, state, not run.schedule.is_recreated, has_starting_code(trainer, run))
     run.training_step.set_accumulation(trainer, run, run.accumulation.window_size_after(run.progress.update))
     for optimizer in (trainer.optimizer, *parts_of_optimizer(trainer.optimizer).values()):
         vars(optimizer)["_opt_called"] = True  # else torch warns if the schedule's first step ends a resumed epoch

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.types import HasStateDict
+from pytorch_accel_lite.base.user_code import is_of_library
 
 #: An optimizer, or several optimizers by name or number, as a trainer takes them.
 Optimizers = Optimizer | Mapping[str, Optimizer] | Sequence[Optimizer]
@@ -127,6 +128,21 @@ def _classes(optimizer: TrainerOptimizer) -> list[str]:
 def schedulers_in(scheduler: TrainerScheduler) -> dict[str, SchedulerLike]:
     """Return the schedulers by optimizer name, which is ``""`` for a single scheduler."""
     return scheduler.parts if isinstance(scheduler, NamedParts) else {"": scheduler}
+
+
+def scheduler_class_names(scheduler: TrainerScheduler) -> dict[str, list[str]]:
+    """Return the names of the classes of each scheduler by optimizer name: its class, and bases up to a library's."""
+    parts = {} if scheduler is None else schedulers_in(scheduler)
+    return {name: _classes_up_to_library(type(part)) for name, part in parts.items()}
+
+
+def _classes_up_to_library(kind: type) -> list[str]:
+    names: list[str] = []
+    for each in kind.__mro__[:-1]:  # without object
+        names.append(each.__name__)
+        if is_of_library(each.__module__):
+            break
+    return names
 
 
 def group_names(optimizer: Optimizer) -> list[str]:

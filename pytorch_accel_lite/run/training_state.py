@@ -37,6 +37,7 @@ class TrainingState:
         weights: the weights, if they have already been read, as from a remote state, whose local copy is removed
         tensors: large or sharded tensors in open files, by name; ``shared`` has marks in their place
         postponed: names of optimizers that are restored later, when they have all their parameter groups
+        has_other_weights: whether the model lacks weights of the state, which the starting events may add
     """
 
     directory: Path | str
@@ -46,3 +47,4 @@ class TrainingState:
     weights: dict[str, torch.Tensor] | None = None
     tensors: Mapping[str, OpenTensor] = field(default_factory=dict)
     postponed: set[str] = field(default_factory=set)
+    has_other_weights: bool = False

@@ -320,7 +320,7 @@ SHARED_KEYS = {
     "0.2": {"attributes", "schedule_shift", "frozen_weights", "logical", "position"},
     "0.3": {
         *("epoch_read", "source_batch_size", "base", "optimizer_classes", "settings", "own_items_per_batch"),
-        *("skipped_updates", "set_apart", "counts_to_resume_from", "evaluations", "trainability"),
+        *("scheduler_classes", "skipped_updates", "set_apart", "counts_to_resume_from", "evaluations", "trainability"),
         *("user_attributes", "gradients"),
     },
 }

@@ -19,6 +19,7 @@ from tests.small_models import (
     equal_weights,
     float64_data,
     float64_model,
+    listener,
     make_trainer,
     train,
     weights,
@@ -96,6 +97,79 @@ def test_the_state_of_another_class_of_optimizers_is_refused(tmp_path, first, se
 def test_a_state_fits_a_derived_optimizer_class(tmp_path, first, second):
     train_with(first, tmp_path, 1)
     assert train_with(second, tmp_path, 2).progress.update == 6
+
+
+STEPS = partial(torch.optim.lr_scheduler.StepLR, step_size=2)
+COSINE = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=6)
+
+
+class OwnSteps(torch.optim.lr_scheduler.StepLR):
+    """A scheduler of the user's own, with the state of its base."""
+
+
+def test_the_state_of_another_class_of_schedulers_is_refused(tmp_path):
+    def run(epochs: int, schedule: Any) -> Trainer:
+        return train(
+            make_trainer([SaveTrainingStateCallback(tmp_path)]),
+            epochs,
+            create_scheduler_fn=schedule,
+            resume_from="latest",
+        )
+
+    run(1, STEPS)
+    with pytest.raises(ValueError, match=r"The scheduler in .* was a StepLR, and is a CosineAnnealingLR now"):
+        run(2, COSINE)
+    assert run(2, partial(OwnSteps, step_size=2)).progress.epoch == 2
+
+
+def test_one_scheduler_of_another_class_is_named(tmp_path):
+    def run(epochs: int, schedule: Any) -> Trainer:
+        model = float64_model(features=4, dtype=torch.float32)
+        optimizer = {
+            "body": torch.optim.SGD(model[0].parameters(), lr=0.1),
+            "head": torch.optim.SGD(model[2].parameters()),
+        }
+        trainer = make_trainer([SaveTrainingStateCallback(tmp_path)], model, optimizer=optimizer)
+        return train(trainer, epochs, create_scheduler_fn={"body": STEPS, "head": schedule}, resume_from="latest")
+
+    run(1, STEPS)
+    with pytest.raises(ValueError, match=r"The scheduler 'head' in .* was a StepLR, and is a CosineAnnealingLR now"):
+        run(2, COSINE)
+
+
+@pytest.mark.parametrize("event", ["on_update_end", "on_epoch_checkpoint"])
+def test_a_state_cannot_be_loaded_within_a_run(tmp_path, event):
+    state = tmp_path / "state"
+    make_trainer([]).save_training_state(state)
+    rollback = listener(**{event: lambda trainer, **kwargs: trainer.load_training_state(state)})
+    with pytest.raises(RuntimeError, match="cannot be called within a run"):
+        train(make_trainer([rollback]), 2)
+
+
+class NewHead(TrainerCallback):
+    """Replaces the last layer before training."""
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        model = trainer.get_model()
+        model[2] = torch.nn.Sequential(torch.nn.Linear(8, 2), torch.nn.Linear(2, 1)).double()
+        trainer.optimizer.add_param_group({"params": list(model[2].parameters())})
+
+
+def test_layers_that_starting_events_add_are_resumed(tmp_path):
+    def run(folder: str, resume_from: Path | None = None) -> Trainer:
+        torch.manual_seed(1 if resume_from else 0)
+        model = float64_model()
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.01)
+        saving = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1)
+        trainer = Trainer(model, torch.nn.MSELoss(), optimizer, [NewHead(), saving])
+        trainer.train(float64_data(24), 2, per_device_batch_size=8, resume_from=resume_from)
+        return trainer
+
+    whole = run("whole")
+    for update in (2, 3, 5):
+        resumed = run(f"again {update}", tmp_path / "whole" / f"update-{update:09d}")
+        assert equal_weights(weights(resumed.model), weights(whole.model))
 
 
 def test_an_attribute_of_another_class_of_optimizers_is_refused(tmp_path):

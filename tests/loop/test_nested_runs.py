@@ -511,3 +511,21 @@ def test_evaluate_without_arguments_uses_the_last_runs_eval_data():
     trainer.evaluate(make_data(3))
     trainer.predict(make_data(2))
     assert trainer.evaluate()["evaluation_loss"] == expected
+
+
+def test_a_seeded_trainer_within_a_run_leaves_its_random_numbers():
+    """A run of another trainer, such as a linear probe, seeds the generators for itself."""
+
+    def probe(trainer: Trainer) -> None:
+        adamw_trainer(torch.nn.Linear(5, 1).double(), seed=0).train(float64_data(8), 1)
+
+    def drawn(*callbacks: TrainerCallback) -> list[float]:
+        numbers: list[float] = []
+        draw = listener(on_train_step_start=lambda trainer: numbers.append(torch.rand(()).item() + random.random()))
+        trainer = adamw_trainer(torch.nn.Linear(5, 1).double(), callbacks=[draw, *callbacks], seed=1)
+        trainer.train(float64_data(8), 3, per_device_batch_size=4)
+        return numbers
+
+    with_probe = drawn(listener(on_train_epoch_end=probe))
+    assert len(set(with_probe)) == 6
+    assert with_probe == drawn(listener(on_train_epoch_end=lambda trainer: torch.nn.Linear(5, 1)))

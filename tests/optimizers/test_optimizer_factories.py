@@ -342,3 +342,16 @@ def test_a_model_with_nothing_to_train_is_refused():
     trainer = adamw_trainer(float64_model().requires_grad_(False), optimizer=AdamW)
     with pytest.raises(ValueError, match="optimizer=AdamW: no parameter of Sequential requires a gradient"):
         trainer.train(DATA, 1)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_optimizers_may_be_assigned_between_runs(several):
+    model = float64_model()
+    trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    trainer.train(float64_data(8), 1)
+    parts = {"body": torch.optim.SGD(model[0].parameters()), "head": torch.optim.SGD(model[2].parameters())}
+    trainer.optimizer = parts if several else torch.optim.AdamW
+    trainer.train(float64_data(8), 1)
+    assert isinstance(
+        trainer.optimizer["head"] if several else trainer.optimizer, torch.optim.SGD if several else torch.optim.AdamW
+    )

@@ -58,7 +58,12 @@ from pytorch_accel_lite.checkpoint.states.state_files import (
     read_tensors,
     read_weights,
 )
-from pytorch_accel_lite.optimizers.optimizer_parts import group_names, single_optimizers, state_class_names
+from pytorch_accel_lite.optimizers.optimizer_parts import (
+    group_names,
+    scheduler_class_names,
+    single_optimizers,
+    state_class_names,
+)
 from pytorch_accel_lite.optimizers.scheduled_options import Options, set_options
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.progress import EpochPhase
@@ -145,6 +150,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         "optimizer_classes": {  # for an error about another class
             name: state_class_names(optimizer) for name, optimizer in saved_optimizers(trainer).items()
         },
+        "scheduler_classes": scheduler_class_names(trainer.scheduler),
         "settings": _settings_text(trainer) if is_first else "",  # SettingsRecorder compares them
         "loss_func": loss_state(trainer),
         "attributes": trained_object_states(trainer, is_first),
@@ -227,6 +233,18 @@ def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None
                 )
 
 
+def _check_scheduler_classes(trainer: TrainerLike, state: TrainingState) -> None:
+    """Raise an error if a scheduler's class differs from the class in the state, which older states do not record."""
+    now = scheduler_class_names(trainer.scheduler)
+    for name, before in state.shared.get("scheduler_classes", {}).items():
+        if name in now and not set(before) & set(now[name]):
+            raise ValueError(
+                f"The scheduler{f' {name!r}' if name else ''} in the training state {str(state.directory)!r} was a "
+                f"{before[0]}, and is a {now[name][0]} now. Create it as it was when the state was saved, or start a "
+                "new run from the weights of the state."
+            )
+
+
 def _read_tensors_as_here(trainer: TrainerLike, model: nn.Module, state: TrainingState) -> None:
     """Read the tensors in ``shared``, sharded like those of the trainer."""
     current: dict[str, torch.Tensor] = without_compile(model.state_dict())
@@ -245,6 +263,33 @@ def _fit_weights(model: nn.Module, state: TrainingState) -> StateDict:
     """Return the weights of a state for ``model.load_state_dict``, without loading them."""
     read = read_weights(state, without_compile(model.state_dict()))
     return fit_model_state(model, read, state.directory, left_out=state.shared.get(LEFT_OUT, {}))
+
+
+def _weights_if_they_fit(model: nn.Module, state: TrainingState, may_add_weights: bool) -> StateDict:
+    """Return the weights of a state, or note that the model lacks some which starting events may add."""
+    try:
+        return _fit_weights(model, state)
+    except ValueError:
+        if not may_add_weights:
+            raise
+        state.has_other_weights = True
+        return {}
+
+
+def _load_updated_objects(trainer: TrainerLike, state: TrainingState, with_scheduler: bool) -> None:
+    """Load the optimizer, the scheduler and the scaler, and what the trainer's attributes train; all or nothing."""
+    loads_of_attributes = fit_trained_object_states(trainer, state.shared.get("attributes", {}), state.directory)
+    with undone_on_error(trainer, optimizers=True, schedulers=with_scheduler):
+        for name, owner in _updated_objects(trainer).items():
+            saved = state.shared[name]
+            if owner is None or saved is None or (name == "scheduler" and not with_scheduler):
+                continue
+            if name == "optimizer" and lacks_groups(owner, saved):
+                state.postponed.add(name)  # the starting events may add the missing groups
+            else:
+                load_state(name, owner, saved, state.directory)
+        for load in loads_of_attributes:
+            load()
 
 
 def _check_left_out(model: nn.Module, state: TrainingState) -> None:
@@ -299,30 +344,28 @@ def _collect_metadata(trainer: TrainerLike) -> StateDict:
     }
 
 
-def restore_before_start(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = True) -> None:
+def restore_before_start(
+    trainer: TrainerLike, state: TrainingState, with_scheduler: bool = True, has_starting_code: bool = False
+) -> None:
     """Restore the weights, optimizer, progress, history and, unless disabled, the scheduler.
 
     In a resumed run, this is done before the starting events, and ``restore_after_start`` after them.
+
+    Args:
+        has_starting_code: whether starting events may give the model the weights that it lacks
     """
     _check_optimizer_classes(trainer, state)
+    if with_scheduler:
+        _check_scheduler_classes(trainer, state)
     order_groups(trainer, state.shared.get("trainability", {}))
     model = trainer.get_model(keep_torch_compile=False)
     _read_tensors_as_here(trainer, model, state)
     shared = state.shared
-    weights = _fit_weights(model, state)
+    weights = _weights_if_they_fit(model, state, has_starting_code)
     _check_left_out(model, state)
-    loads_of_attributes = fit_trained_object_states(trainer, shared.get("attributes", {}), state.directory)
-    with undone_on_error(trainer, optimizers=True, schedulers=with_scheduler):
-        for name, owner in _updated_objects(trainer).items():
-            if owner is None or shared[name] is None or (name == "scheduler" and not with_scheduler):
-                continue
-            if name == "optimizer" and lacks_groups(owner, shared[name]):
-                state.postponed.add(name)  # the starting events may add the missing groups
-            else:
-                load_state(name, owner, shared[name], state.directory)
-        for load in loads_of_attributes:
-            load()
-    model.load_state_dict(weights, strict=not shared.get(LEFT_OUT))
+    _load_updated_objects(trainer, state, with_scheduler)
+    if not state.has_other_weights:
+        model.load_state_dict(weights, strict=not shared.get(LEFT_OUT))
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
     _restore_user_attributes(trainer, state, is_final=False)
     counts = state.metadata["progress"]  # of another version, they may be more or fewer
@@ -351,7 +394,7 @@ def restore_again(trainer: TrainerLike, state: TrainingState, options: Options) 
     changed = [name for name in sorted(comparable) if not _are_same(weights[name].to(current[name]), current[name])]
     if changed or len(comparable) < len(weights):
         model.load_state_dict(weights, strict=not shared.get(LEFT_OUT))
-    if changed:
+    if changed and not state.has_other_weights:
         trainer.print(
             f"The starting events have changed {listed(changed, 3)}. The run resumes with the weights of the state."
         )

@@ -15,9 +15,15 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
-from pytorch_accel_lite.extension_tools.arguments_and_errors import is_from_this_package, library_attributes
+from pytorch_accel_lite.extension_tools.arguments_and_errors import (
+    is_from_this_package,
+    library_attributes,
+    users_classes,
+)
 from pytorch_accel_lite.extension_tools.data_and_batches import is_dense, parts_in
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import named_callbacks
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import is_created, unwrapped_parts
+from pytorch_accel_lite.extension_tools.random_numbers import is_generator
 from pytorch_accel_lite.extension_tools.states_and_files import SavedBeside, unsaved_attribute_names
 from pytorch_accel_lite.extensions.user_attributes.plain_objects import (
     SCALARS,
@@ -26,6 +32,7 @@ from pytorch_accel_lite.extensions.user_attributes.plain_objects import (
     TooManyPartsError,
     bytes_of_node,
     digest,
+    has_only_attributes,
     holds_nothing,
 )
 
@@ -111,7 +118,8 @@ def identity_of(value: object) -> int | None:
     """Return the address of an object that may change in place, or of a tensor's memory; ``None`` for others."""
     if isinstance(value, torch.Tensor):
         return _memory_of(value)
-    return id(value) if isinstance(value, (list, dict, set, deque, np.ndarray)) else None
+    is_container = isinstance(value, (list, dict, set, deque, np.ndarray))
+    return id(value) if is_container or is_generator(value) or has_only_attributes(type(value)) else None
 
 
 def _memory_of(value: object) -> int | None:
@@ -130,6 +138,8 @@ def path_of(key: Key) -> str:
 _MARKS = {"_is_accelerate_prepared", "_output_capturing_hooks_installed"}
 #: What every module has, its mode, which a run sets itself, and marks, which mean nothing in another process.
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"training"} | _MARKS
+#: What every optimizer has, and a mark of torch's schedulers.
+OF_EVERY_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) | {"_opt_called"}
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial, type)
 _MOST_PARTS = 10_000  # maximum parts of an attribute for a digest
 _MOST_BYTES = 1 << 28
@@ -206,7 +216,7 @@ class ModuleAttributes:
 def owners_in_modules(trainer: TrainerLike, trained: Mapping[str, object]) -> dict[str, object]:
     """Return the modules whose attributes are kept, by name: all parts of the model, the loss function and others.
 
-    A loss function may also be an object that is no module.
+    A loss function may also be an object that is no module. Optimizers of users' classes count as modules, too.
 
     Args:
         trained: the trained objects by name
@@ -216,7 +226,7 @@ def owners_in_modules(trainer: TrainerLike, trained: Mapping[str, object]) -> di
     roots: dict[str, object] = {"model": trainer.get_model(), "loss_func": trainer.loss_func}
     held = {path_of(key): value for key, value in attributes_of_users(trainer, trained)} | dict(trained)
     roots |= {name: value for name, value in held.items() if isinstance(value, nn.Module)}
-    owners: dict[str, object] = {}
+    owners: dict[str, object] = _optimizers_of_users({"optimizer": trainer.optimizer} | held)
     seen: set[int] = set()
     for root_name, root in roots.items():
         is_plain_object = root_name == "loss_func" and hasattr(root, "__dict__") and not isinstance(root, _FUNCTIONS)
@@ -226,6 +236,17 @@ def owners_in_modules(trainer: TrainerLike, trained: Mapping[str, object]) -> di
                 seen.add(id(part))
                 owners[f"{root_name}.{name}".removesuffix(".")] = part
     return owners
+
+
+def _optimizers_of_users(held: Mapping[str, object]) -> dict[str, object]:
+    """Return the optimizers among objects, and their parts, whose classes are not of a library, by name."""
+    parts = {
+        (f"{name}[{number}]" if number else name): part
+        for name, value in held.items()
+        if is_created(value)
+        for number, part in enumerate(unwrapped_parts(value))
+    }
+    return {name: part for name, part in parts.items() if users_classes(part)}
 
 
 def place_of(owner: object, name: str) -> dict[str, object]:
@@ -250,7 +271,8 @@ def _attributes(owners: Mapping[str, object]) -> Iterator[tuple[Key, object]]:
     for owner_name, owner in owners.items():
         held = dict(vars(owner))
         weights, buffers = held.get("_parameters", {}), held.get("_buffers", {})
-        left_out = OF_EVERY_MODULE.union(getattr(owner, "unsaved_attributes", ()))
+        of_library = OF_EVERY_OPTIMIZER if is_created(owner) else OF_EVERY_MODULE
+        left_out = of_library.union(getattr(owner, "unsaved_attributes", ()))
         held |= {name: buffers[name] for name in held.get("_non_persistent_buffers_set", ()) if name in buffers}
         for name, value in held.items():
             if name in left_out or isinstance(value, _FUNCTIONS) or id(value) in seen:

@@ -115,15 +115,18 @@ class _Places:
 
     Args:
         aliases: the result of ``_aliases()`` for the saved run
+
+    Attributes:
+        shared: likewise
     """
 
     def __init__(self, aliases: Mapping[str, str]) -> None:
-        self._aliases = aliases
+        self.shared = aliases
         self._taken: dict[int, str] = {}
 
     def take(self, path: str, current: Current) -> Current:
         """Return the current object of an attribute, unless that of another one is restored in it."""
-        first, identity = self._aliases.get(path, path), identity_of(current)
+        first, identity = self.shared.get(path, path), identity_of(current)
         is_taken = identity is not None and self._taken.setdefault(identity, first) != first
         return NoPlaceError if is_taken else current
 
@@ -316,6 +319,7 @@ class KeptAttributes(UserAttributes):
         for key, value in attributes_of_users(trainer, beside.trained):
             if key[1] not in states_by_owner.get(key[0], {}):
                 places.take(path_of(key), value)  # it stays as it is
+        restored: dict[str, object] = {}
         for owner, states in states_by_owner.items():
             if owner not in owners:
                 continue  # another message reports the missing callback
@@ -325,8 +329,13 @@ class KeptAttributes(UserAttributes):
                     continue  # the run that saved the state kept it
                 path = path_of((owner, name))
                 current = places.take(path, held.get(name, NoPlaceError))
+                first = places.shared.get(path, "")
+                is_missing = identity_of(held.get(name)) is None
+                if is_missing and first in restored and not isinstance(restored[first], torch.Tensor):
+                    held[name] = restored[first]  # the saved run had created one object for both
+                    continue
                 try:
-                    held[name] = Decoder(trainer.device, source, shares).decode(node, current)
+                    held[name] = restored[path] = Decoder(trainer.device, source, shares).decode(node, current)
                 except NoPlaceError:
                     lost.append(path)
         return lost

@@ -47,7 +47,9 @@ if TYPE_CHECKING:
 SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SEQUENCES: dict[str, type] = {kind.__name__: kind for kind in (list, set, frozenset, deque)}
 _DICTS: dict[str, type] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
-_FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (int, float, str, list, dict, set, bool)}
+_FACTORIES: dict[str, type] = {
+    kind.__name__: kind for kind in (int, float, str, list, dict, set, bool, deque, Counter, OrderedDict)
+}
 _NUMBERS: dict[str, type] = {kind.__name__: kind for kind in (range, slice, torch.Size)}
 _BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 _CODE = (
@@ -207,14 +209,20 @@ class Encoder:
 
     def _encode_object(self, value: Tree, path: str) -> Node:
         if isinstance(value, (enum.Enum, PurePath)):
-            return ("enum", _name_of(type(value)), value.name) if isinstance(value, enum.Enum) else ("path", str(value))
-        if _package(type(value)) in _LIBRARIES or isinstance(value, torch.utils.data.Dataset):
+            return self._encode_enum(value) if isinstance(value, enum.Enum) else ("path", str(value))
+        if _is_trainer(value):
+            return self._note_unsaved(value, path)
+        if _is_of_known_library(type(value)) or isinstance(value, torch.utils.data.Dataset):
             return SAME
-        if not _has_only_attributes(type(value)):
+        if not has_only_attributes(type(value)):
             return self._note_unsaved(value, path)
         number = self._note(value)
         held = {name: self.encode(part, f"{path}.{name}") for name, part in vars(value).items()}
         return "object", number, _name_of(type(value)), held
+
+    def _encode_enum(self, value: enum.Enum) -> Node:
+        name = _name_of(type(value))
+        return ("flag", name, value.value) if isinstance(value, enum.Flag) else ("enum", name, value.name)
 
 
 class Decoder:
@@ -388,6 +396,10 @@ class Decoder:
         if member not in members:
             raise NoPlaceError
         return members[member]
+
+    def _flag(self, current: Current, name: str, value: int) -> object:
+        cls = type(current) if _name_of(type(current)) == name else _find_class(name)
+        return cls(value)
 
     def _path(self, current: Current, text: str) -> PurePath:
         return current if isinstance(current, PurePath) and str(current) == text else Path(text)
@@ -565,7 +577,17 @@ def _package(kind: type) -> str:
     return str(kind.__module__).partition(".")[0]
 
 
-def _has_only_attributes(kind: type) -> bool:
+def _is_of_known_library(kind: type) -> bool:
+    """Whether objects of a class need not be saved. Distributions of torch have parameters that a run may change."""
+    return _package(kind) in _LIBRARIES and not kind.__module__.startswith("torch.distributions")
+
+
+def _is_trainer(value: object) -> bool:
+    """Whether an object is a trainer: another one than that of the run, which is saved elsewhere."""
+    return callable(getattr(type(value), "calculate_train_batch_loss", None))
+
+
+def has_only_attributes(kind: type) -> bool:
     """Whether instances of a class hold only attributes: it is written in Python, and is not one of Python's own."""
     bases = [vars(base) for base in kind.__mro__ if base is not object]
     special = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
@@ -601,6 +623,6 @@ def _find_class(name: str) -> type:
             found = getattr(found, "__dict__", {}).get(part)
         if not isinstance(found, type) or _name_of(found) not in (name, f"{each}:{path}"):
             continue
-        if _has_only_attributes(found) or issubclass(found, (enum.Enum, tuple)):
+        if has_only_attributes(found) or issubclass(found, (enum.Enum, tuple)):
             return found
     raise NoPlaceError

@@ -380,6 +380,13 @@ def test_attributes_that_cannot_be_saved_are_named_once(tmp_path, capsys):
     assert next(fresh.steps) == 0
 
 
+def test_a_trainer_in_an_attribute_is_named(tmp_path, capsys):
+    inner = Trainer(float64_model(), nn.MSELoss(), None, callbacks=[])
+    trainer = Holder([SaveTrainingStateCallback(tmp_path)], inner=inner)
+    trainer.train(DATA, 1, per_device_batch_size=8)
+    assert capsys.readouterr().out.count("Training states cannot hold inner (Trainer)") == 1
+
+
 def test_a_new_setting_holds_and_is_named(tmp_path, capsys):
     def train(epochs: int, **held: Any) -> Holder:
         trainer = Holder([SaveTrainingStateCallback(tmp_path)], **held)
@@ -501,6 +508,12 @@ class OfBest(TrainerCallback):
         self.targets = 0.5 * self.targets
 
 
+class Options(enum.Flag):
+    NONE = 0
+    LARGE = 1
+    FAST = 2
+
+
 class Pairs(TrainerCallback):
     """Has attributes that are one object at first, and others that stay one."""
 
@@ -510,6 +523,11 @@ class Pairs(TrainerCallback):
         self.queue = self.same_queue = []
         self.counts: Any = defaultdict(lambda: defaultdict(lambda: 0))
         self.range, self.slice, self.size = range(1), slice(0, 1), torch.Size([1])
+        self.of_run = self.of_epoch = Walk(1)
+        self.window: deque[int] | None = None
+        self.distribution = torch.distributions.Normal(torch.zeros(1), torch.ones(1))
+        self.options = Options.NONE
+        self.by_kind: Any = None
 
     def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:
         update = trainer.progress.update
@@ -519,11 +537,24 @@ class Pairs(TrainerCallback):
         self.queue.append(update)
         self.counts["updates"][update] += 1
         self.range, self.slice, self.size = range(update), slice(0, update), torch.Size([update])
+        if self.window is None:
+            self.window = trainer.window = deque(maxlen=4)
+            self.by_kind = defaultdict(deque)
+        self.window.append(update)
+        self.by_kind["even" if update % 2 == 0 else "odd"].append(update)
+        if update == 3:
+            self.of_epoch = Walk(2)
+        self.of_run.step(0.1)
+        self.of_epoch.step(0.2)
+        self.distribution.loc += self.of_run.position
+        self.options ^= Options.LARGE | Options.FAST
         with torch.no_grad():
             trainer.get_model()[0].bias += 0.01 * (self.now - self.before) + 0.01 * len(self.same_queue)
+            trainer.get_model()[0].bias += 0.01 * self.distribution.loc + 0.01 * sum(trainer.window)
 
     def everything(self) -> Any:
         numbers = [*self.range, self.slice.stop, *self.size, *self.counts["updates"]]
+        numbers += [self.of_run.position, self.of_epoch.position, *self.window, self.options, *self.by_kind["odd"]]
         return self.before, self.now, self.longest, self.latest, self.queue, self.same_queue, numbers
 
 
@@ -540,6 +571,34 @@ def test_attributes_that_share_memory_are_restored_apart(tmp_path, update):
 
     whole = trained("whole")
     assert same_bits(trained("again", tmp_path / "whole" / f"update-{update:09d}"), whole)
+
+
+class RisingRate(torch.optim.SGD):
+    """Raises its rate with the number of its steps, which is not in its state."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.01 * self.steps
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_attributes_of_a_users_optimizer_are_kept(tmp_path, several):
+    def trained(folder: str, resume_from: Path | None = None) -> Any:
+        model = float64_model()
+        optimizer: Any = RisingRate(model.parameters(), lr=0.01)
+        if several:
+            optimizer = [torch.optim.SGD(model[0].parameters(), lr=0.01), RisingRate(model[2].parameters(), lr=0.01)]
+        saving = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1)
+        trainer = Trainer(model, nn.MSELoss(), optimizer, [saving], seed=0)
+        trainer.train(DATA, 1, per_device_batch_size=6, resume_from=resume_from)
+        return model.state_dict()
+
+    whole = trained("whole")
+    assert same_bits(trained("again", tmp_path / "whole" / "update-000000002"), whole)
 
 
 class Recurrent(nn.Module):
