@@ -40,7 +40,10 @@ def find_state(trainer: TrainerLike, sources: list[StateSource], resume_from: St
         latest = [found for source in sources if (found := source.find_latest(trainer)) is not None]
         if not latest:
             folders = " or ".join(repr(os.fspath(source.save_dir)) for source in sources)
-            trainer.print(f"No training state in {folders}: starting a new run")
+            previous = trainer.current_run.previous
+            has_trained = previous is not None and previous.training_run.progress.update > 0
+            weights = ", with the weights that this trainer has trained already" if has_trained else ""
+            trainer.print(f"No training state in {folders}: starting a new run{weights}")
             return None
         state = max(latest, key=lambda state: state.metadata["saved_at"])
     progress = state.metadata["progress"]

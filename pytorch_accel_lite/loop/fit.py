@@ -30,7 +30,7 @@ from pytorch_accel_lite.loop.loaders_and_lengths import (
     set_train_loader,
 )
 from pytorch_accel_lite.loop.model_setup import apply_model_options, prepare_model
-from pytorch_accel_lite.loop.resuming import begin_resuming
+from pytorch_accel_lite.loop.resuming import begin_resuming, note_changes, undo_changes
 from pytorch_accel_lite.loop.scheduling import begin_schedule
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients, forget_unscaled
@@ -119,8 +119,11 @@ def check_metrics(trainer: TrainerLike, run: Run) -> None:
 def note_attributes(trainer: TrainerLike, run: Run, is_resumed: bool) -> None:
     """Note which attributes of users the program has created by now, for the training states of the run."""
     saves_states = run.request.saves_training_states or is_resumed
+    if is_resumed and run.previous is not None:
+        undo_changes(trainer, run.previous.training_run)
     if saves_states:
         check_history(trainer.run_history)
+        run.cleanup.callback(note_changes, trainer, run)
     if saves_states or run.request.paths:
         run.user_attributes.note_created(trainer)
     run.user_attributes.note_modules(trainer)

@@ -15,7 +15,11 @@ from typing import TypeAlias
 from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.models.states_of_trained_objects import describe_attributes
-from pytorch_accel_lite.checkpoint.models.trainability import note_trainability
+from pytorch_accel_lite.checkpoint.models.trainability import (
+    note_left_trainability,
+    note_trainability,
+    undo_trainability,
+)
 from pytorch_accel_lite.checkpoint.states.capture_and_restore import (
     restore_after_start,
     restore_again,
@@ -33,6 +37,22 @@ from pytorch_accel_lite.run.training_state import TrainingState
 Recreate: TypeAlias = Callable[[TrainerLike, Run, TrainingState], None]
 #: Creates the schedule of a resumed run again, with its new length, and advances it to the completed fraction.
 SCHEDULE_RECREATION: Slot[Recreate] = Slot("elastic_schedules")
+
+
+def note_changes(trainer: TrainerLike, run: Run) -> None:
+    """Note at the end of a run what it leaves, for ``undo_changes()``."""
+    run.user_attributes.note_left(trainer)
+    note_left_trainability(trainer, run)
+
+
+def undo_changes(trainer: TrainerLike, before: Run) -> None:
+    """Undo what a run of this trainer has changed, before another one resumes, perhaps from an earlier state.
+
+    A state holds what its run had changed by then. All else is as the program has created it, which a trainer is no
+    longer that has trained, in a notebook or in a loop that tries again. What has been set since then stays.
+    """
+    before.user_attributes.undo(trainer)
+    undo_trainability(trainer, before)
 
 
 def begin_resuming(trainer: TrainerLike, run: Run) -> None:

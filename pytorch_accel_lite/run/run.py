@@ -270,6 +270,9 @@ class Run:
     # What keeps users' attributes in training states.
     user_attributes: UserAttributes = field(default_factory=lambda: (USER_ATTRIBUTES.content or UserAttributes)())
     trainability: dict[str, dict[str, bool]] = field(default_factory=dict)  # of parameters, after the starting events
+    left_trainability: dict[str, dict[str, bool]] = field(default_factory=dict)  # the same, at the end
+    group_counts: dict[str, int] = field(default_factory=dict)  # of optimizers, after the starting events
+    left_group_counts: dict[str, int] = field(default_factory=dict)  # the same, at the end
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of parameters, by ids
     inference_step: InferenceStep | None = None  # how batches without training are computed, if they may fail
     sharding: Sharding | None = None  # what a training run does differently, as its model is or will be sharded
@@ -686,6 +689,12 @@ class UserAttributes:
 
     def note_modules(self, trainer: TrainerLike) -> None:
         """Note the attributes of the model and other modules before any run, as it may save without having said so."""
+
+    def note_left(self, trainer: TrainerLike) -> None:
+        """Note at the end of a run what it leaves, for ``undo()``."""
+
+    def undo(self, trainer: TrainerLike) -> None:
+        """Undo what the run has changed, before another one of its trainer resumes; what is not as left stays."""
 
     def capture(self, trainer: TrainerLike) -> tuple[StateDict, StateDict]:
         """Return the states of the attributes: those of all processes, and those of this process. A collective."""

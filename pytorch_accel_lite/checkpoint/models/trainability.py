@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
+from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.display import listed
 from pytorch_accel_lite.base.modules import keep_in_eval, release_from_eval, stays_in_eval, without_compile
@@ -20,7 +21,7 @@ from pytorch_accel_lite.optimizers.optimizer_parts import (
     optimized_parameters,
     single_optimizers,
 )
-from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.trained_objects import all_optimizers, other_modules
 
 
@@ -34,7 +35,37 @@ def trainability(trainer: TrainerLike) -> dict[str, dict[str, bool]]:
 
 def note_trainability(trainer: TrainerLike) -> None:
     """Note which parameters are trained after the starting events, which a resumed run repeats."""
-    trainer.current_run.trainability = trainability(trainer)
+    run = trainer.current_run
+    run.trainability, run.group_counts = trainability(trainer), _group_counts(trainer)
+
+
+def note_left_trainability(trainer: TrainerLike, run: Run) -> None:
+    """Note at the end of a run which parameters are trained."""
+    run.left_trainability, run.left_group_counts = trainability(trainer), _group_counts(trainer)
+
+
+def undo_trainability(trainer: TrainerLike, before: Run) -> None:
+    """Let parameters be trained as before a run of this trainer, unless that has been changed since its end."""
+    created, left = before.trainability.get("trained", {}), before.left_trainability.get("trained", {})
+    for name, parameter in _parameters(trainer):
+        if name in created and parameter.requires_grad == left.get(name):
+            parameter.requires_grad_(created[name])
+    for name, part in _parts(trainer).items():
+        count, left_count = before.group_counts.get(name), before.left_group_counts.get(name)
+        if count is not None and len(part.param_groups) == left_count:
+            for parameter in (parameter for group in part.param_groups[count:] for parameter in group["params"]):
+                part.state.pop(parameter, None)
+            del part.param_groups[count:]
+
+
+def _group_counts(trainer: TrainerLike) -> dict[str, int]:
+    return {name: len(part.param_groups) for name, part in _parts(trainer).items()}
+
+
+def _parts(trainer: TrainerLike) -> dict[str, Optimizer]:
+    """Return the parts of all optimizers by name."""
+    owners = all_optimizers(trainer).items()
+    return {f"{name}[{part}]": each for name, owner in owners for part, each in single_optimizers(owner).items()}
 
 
 def capture_trainability(trainer: TrainerLike) -> StateDict:

@@ -164,6 +164,7 @@ class ModuleAttributes:
         self._created: dict[Key, _Created] = {}
         self._owners: set[str] = set()  # those whose attributes have been noted
         self._changed: set[Key] = set()  # known to have changed
+        self._left: dict[Key, object] = {}  # settings at the end of the run
 
     def note_created(self, owners: Mapping[str, object], is_saved: Callable[[object], bool]) -> None:
         """Note the attributes of modules, or of those among them that have not been noted yet."""
@@ -202,6 +203,19 @@ class ModuleAttributes:
             return is_changed
         found = digest_of(value, key)
         return found is not None and created.digest is not None and found != created.digest
+
+    def note_left(self, owners: Mapping[str, object]) -> None:
+        """Note the settings that a run leaves."""
+        self._left = {key: value for key, value in _attributes(owners) if type(value) in SCALARS}
+
+    def undo(self, owners: Mapping[str, object]) -> None:
+        """Reset settings to their created values, if they are as the run has left them."""
+        for key, value in [*_attributes(owners)]:
+            created = self._created.get(key)
+            if created is None or not (type(value) in SCALARS and type(created.value) in SCALARS):
+                continue
+            if key in self._left and repr(value) == repr(self._left[key]):
+                place_of(owners[key[0]], key[1])[key[1]] = created.value
 
     def reset_unchanged(self, owners: Mapping[str, object], kept: set[Key]) -> None:
         """Reset settings that the saved run had not changed to their created values: events may have changed them."""

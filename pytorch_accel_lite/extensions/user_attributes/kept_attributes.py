@@ -8,7 +8,7 @@ Attributes that differ between the processes are kept for each process.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
@@ -145,23 +145,39 @@ class KeptAttributes(UserAttributes):
         self._changed: set[Key] = set()  # known to have changed
         self._warned_of: set[str] = set()  # paths of values that states cannot keep, or that are large
         self._in_modules = ModuleAttributes()
+        self._left: dict[Key, str | None] = {}  # digests of the attributes that the run has left
 
     def note_created(self, trainer: TrainerLike) -> None:
         """Note the attributes created by the program, before a run changes them."""
-        beside = find_saved_beside(trainer)
-        is_saved, shares = saved_elsewhere(trainer, beside), sharing_memory(trainer, beside)
-        for key, value in attributes_of_users(trainer, beside.trained):
+        for key, node, found in _moderate_attributes(trainer):
             self._names.setdefault(key[0], set()).add(key[1])
-            try:
-                node = Encoder(is_saved, _MOST_PARTS, shares).encode(value, key[1])
-            except TooManyPartsError:
-                continue
-            is_large = bytes_of_node(node) > _MOST_BYTES and not isinstance(value, nn.Module)
-            found = None if is_large else digest(node)
             if found is not None:
                 self._digests[key] = found
-            if is_setting(node):
+            if node is not NoPlaceError and is_setting(node):
                 self._settings[key] = node
+
+    def note_left(self, trainer: TrainerLike) -> None:
+        """Note at the end of a run what it leaves."""
+        if trainer.saves_attributes:
+            self._left = {key: found for key, _, found in _moderate_attributes(trainer)}
+            self._in_modules.note_left(owners_in_modules(trainer, trained_objects(trainer)))
+
+    def undo(self, trainer: TrainerLike) -> None:
+        """Reset settings to their created values, and remove attributes that the run has created, if all is as left."""
+        now = {key: found for key, _, found in _moderate_attributes(trainer)}
+        owners = owners_of_attributes(trainer)
+        for key in self._settings.keys() | self._left.keys():
+            owner, name = key
+            if owner not in owners or now.get(key) != self._left.get(key):
+                continue
+            held = vars(owners[owner])
+            if key in self._settings and self._digests.get(key) != now.get(key):
+                decoder = Decoder(trainer.device, "")
+                with suppress(NoPlaceError):
+                    held[name] = decoder.decode(self._settings[key], held.get(name, NoPlaceError))
+            elif name not in self._names.get(owner, ()):
+                held.pop(name, None)
+        self._in_modules.undo(owners_in_modules(trainer, trained_objects(trainer)))
 
     def note_modules(self, trainer: TrainerLike) -> None:
         """Note the attributes of modules that have not been noted yet, before a run changes them."""
@@ -396,6 +412,20 @@ class KeptAttributes(UserAttributes):
                 f"The program creates {listed(large, 10)} unlike the run that saved the state. The state does not hold "
                 "them, as the run had not changed them. Create them from the same data and seed for the same results."
             )
+
+
+def _moderate_attributes(trainer: TrainerLike) -> Iterator[tuple[Key, Node, str | None]]:
+    """Yield users' attributes as nodes with their digests; of large ones without, and of long ones ``NoPlaceError``."""
+    beside = find_saved_beside(trainer)
+    is_saved, shares = saved_elsewhere(trainer, beside), sharing_memory(trainer, beside)
+    for key, value in attributes_of_users(trainer, beside.trained):
+        try:
+            node = Encoder(is_saved, _MOST_PARTS, shares).encode(value, key[1])
+        except TooManyPartsError:
+            yield key, NoPlaceError, None
+            continue
+        is_large = bytes_of_node(node) > _MOST_BYTES and not isinstance(value, nn.Module)
+        yield key, node, None if is_large else digest(node)
 
 
 def _is_kept_anyway(node: Node) -> bool:
