@@ -35,7 +35,7 @@ from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import SKIPPED, DataArguments
 
 #: Names of random samplers of torch, and of torchdata, which has classes of its own.
-_RANDOM = ("RandomSampler", "SubsetRandomSampler")
+_RANDOM = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
 
 
 def _check_order(dataset: Source, loader_kwargs: LoaderKwargs) -> None:

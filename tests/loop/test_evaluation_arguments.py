@@ -16,6 +16,7 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 
 from pytorch_accel_lite import Trainer
@@ -87,11 +88,12 @@ def test_predict_refuses_to_reorder_or_leave_out_samples(key):
     ("key", "options"),
     [
         ("shuffle", {"sampler": SubsetRandomSampler(range(4))}),
+        ("shuffle", {"sampler": WeightedRandomSampler([1.0] * 5, 5)}),
         ("shuffle", {"sampler": DistributedSampler(make_data(5), 1, 0)}),
         ("shuffle", {"batch_sampler": BatchSampler(RandomSampler(range(5)), 2, drop_last=False)}),
         ("drop_last", {"batch_sampler": BatchSampler(SequentialSampler(range(5)), 2, drop_last=True)}),
     ],
-    ids=["random", "distributed", "random batches", "incomplete batch"],
+    ids=["random", "weighted", "distributed", "random batches", "incomplete batch"],
 )
 def test_predict_refuses_samplers_that_reorder_or_leave_out(key, options):
     with pytest.raises(ValueError, match=f"dataset has {key}=True"):

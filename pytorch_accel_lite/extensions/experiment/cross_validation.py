@@ -68,7 +68,10 @@ class Fold:
 
     @property
     def predictions(self) -> Any:
-        """The outputs for the samples of ``test_indices``, in this order; see ``Trainer.predict()``."""
+        """The outputs for the samples of ``test_indices``, in this order; see ``Trainer.predict()``.
+
+        Samples of batches that ``SkipFailedBatchesCallback`` has left out have none.
+        """
         return read_predictions(self.folder / "predictions")
 
 
@@ -105,7 +108,8 @@ class CrossValidation(Results):
         """The outputs for all samples in the order of the dataset, each from the model that was not trained on it.
 
         Raises:
-            ValueError: if the folds do not test each sample once, as with repeated or random splits
+            ValueError: if the folds do not test each sample once, as with repeated or random splits, or some samples
+                have been left out
         """
         indices = [index for fold in self.folds for index in fold.test_indices]
         if sorted(indices) != list(range(self.size)):
@@ -115,6 +119,13 @@ class CrossValidation(Results):
             )
         order = np.argsort(indices).tolist()
         parts = [fold.predictions for fold in self.folds]
+        for fold, part in zip(self.folds, parts, strict=True):
+            rows = len(part) if isinstance(part, list) else len(torch.utils._pytree.tree_leaves(part)[0])
+            if rows != len(fold.test_indices):
+                raise ValueError(
+                    f"{fold.name} has {rows} predictions for {len(fold.test_indices)} test samples, as some have been "
+                    "left out. Use SkipFailedBatchesCallback only in other phases, or the predictions of each fold."
+                )
         if isinstance(parts[0], list) and type(parts[0]) is not list:  # one output for each sample
             samples = [sample for part in parts for sample in part]
             return type(parts[0])(samples[position] for position in order)

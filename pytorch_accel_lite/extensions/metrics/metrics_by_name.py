@@ -129,6 +129,14 @@ def gives_logits(loss_func: object) -> bool:
     return isinstance(loss_func, kinds) or loss_func in functions
 
 
+def below_0(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits that all lie between 0 and 1 reduced by 2, which leaves their softmax the same; others as is."""
+    if not logits.is_floating_point():
+        return logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits - 2 * ((logits >= 0) & (logits <= 1)).all()
+
+
 def _has_one_channel(shape: torch.Size, wanted: torch.Size) -> bool:
     return shape[1:2] == (1,) and shape[:1] + shape[2:] == wanted
 

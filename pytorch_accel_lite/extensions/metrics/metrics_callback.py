@@ -31,6 +31,7 @@ from pytorch_accel_lite.extensions.metrics.metrics_by_name import (
     NamedMetric,
     are_labels,
     as_labels,
+    below_0,
     gives_logits,
     is_accuracy,
     takes_probabilities,
@@ -340,8 +341,8 @@ class MetricsCallback(TrainerCallback):
     def _completed(self, arguments: tuple[Tree, ...], metric: Metric) -> tuple[Tree, ...]:
         """Return the arguments of a metric by name, which for binary labels are probabilities and integers.
 
-        Of targets that are probabilities of classes, the largest counts. torchmetrics takes logits for probabilities in
-        batches in which all lie between 0 and 1.
+        Of targets that are probabilities of classes, the largest counts. torchmetrics would take logits for
+        probabilities in batches in which all lie between 0 and 1.
         """
         predictions, targets, *others = with_shape_of_targets(*arguments)
         if type(metric).__name__.startswith(("Binary", "Multilabel")) and self.transform is default_transform:
@@ -349,6 +350,7 @@ class MetricsCallback(TrainerCallback):
             targets = as_labels(targets)
         elif type(metric).__name__.startswith("Multiclass") and self._takes_probabilities:
             targets = targets.argmax(1) if targets.shape == predictions.shape else targets
+            predictions = below_0(predictions) if predictions.ndim > targets.ndim else predictions
         return (predictions, targets, *others)
 
     def _record(self, trainer: TrainerLike, metrics: MetricCollection, prefix: str) -> None:

@@ -125,7 +125,7 @@ class _RowFile:
 
     def replace(self, rows: list[Row]) -> None:
         """Replace the file atomically with one of these rows."""
-        self._columns = list(dict.fromkeys(name for row in rows for name in row))
+        self._columns = list(dict.fromkeys(_as_read(name) for row in rows for name in row))
         write_text(self._path, self._as_text(rows, header=bool(rows)))
         self.last_row = rows[-1] if rows else {}
 
@@ -133,7 +133,7 @@ class _RowFile:
         """Append rows in a single write, unless they need new columns."""
         if not rows:
             return
-        if self._path.suffix == ".csv" and any(not row.keys() <= {*self._columns} for row in rows):
+        if self._path.suffix == ".csv" and any(not {*map(_as_read, row)} <= {*self._columns} for row in rows):
             self.replace([*self.read(), *rows])
             return
         with open(self._path, "a", encoding="utf-8", errors="backslashreplace", opener=no_link) as file:
@@ -144,22 +144,28 @@ class _RowFile:
         """Read the complete rows of the file. Its last row may be partial."""
         if not self._path.is_file():
             return []
-        text = self._path.read_text(encoding="utf-8", errors="replace")
-        lines = text[: text.rfind("\n") + 1].splitlines()
+        text = self._path.read_bytes().decode("utf-8", errors="replace")
+        complete = io.StringIO(text[: text.rfind("\n") + 1], newline="")  # a cell may have line breaks
         if self._path.suffix == ".jsonl":
-            return [json.loads(line) for line in lines]
-        return [{from_cell(name): from_cell(text) for name, text in row.items()} for row in csv.DictReader(lines)]
+            return [json.loads(line) for line in complete]
+        return [{from_cell(name): from_cell(text) for name, text in row.items()} for row in csv.DictReader(complete)]
 
     def _as_text(self, rows: list[Row], header: bool = False) -> str:
         rows = [{name: as_plain(value) for name, value in row.items()} for row in rows]
         if self._path.suffix == ".jsonl":
             return "".join(json.dumps(row) + "\n" for row in rows)
+        rows = [{_as_read(name): value for name, value in row.items()} for row in rows]
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         if header:
             writer.writerow(map(as_cell, self._columns))
         writer.writerows([as_cell(row.get(name, "")) for name in self._columns] for row in rows)
         return text.getvalue()
+
+
+def _as_read(name: str) -> str:
+    """Return a metric's name as it is read from a CSV file, where a line break is escaped."""
+    return str(from_cell(as_cell(name)))
 
 
 def _is_same(row: Row, other: Row) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -78,6 +78,7 @@ class ModelEmaCallback(MetricWatcher):
             raise TypeError(f"prefix={prefix!r} must be text, not {type(prefix).__name__}.")
         if not prefix:
             raise ValueError(f"prefix={prefix!r} must not be empty: it distinguishes the averaged model's metrics.")
+        self._must_watch = save_path is not None or watch_metric is not None  # also if several datasets are evaluated
         watch_metric = f"{prefix}eval_loss_epoch" if watch_metric is None else watch_metric
         super().__init__(watch_metric, greater_is_better, reset_on_train=False)
         self.decay = check_range("decay", decay, most=1)
@@ -111,7 +112,7 @@ class ModelEmaCallback(MetricWatcher):
             nested.record(self, {"eval_loss_epoch": False}, in_evaluation=True)
             self._handler.configure_run(trainer, replace(request, metrics=nested, state_sources=[]))
             request.metrics.include(nested, self.prefix, self._handler)
-            if trainer.eval_dataset is not None:
+            if self._is_watching(trainer):
                 request.metrics.watch(self._watched)
 
     def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -126,7 +127,7 @@ class ModelEmaCallback(MetricWatcher):
             self._check_evaluation(trainer)
         if trainer.is_sharded:
             self._average_shards(trainer)
-        if self.evaluate_during_training and trainer.eval_dataloaders:
+        if self.evaluate_during_training and self._is_watching(trainer):
             self._watched.start(trainer)
         self._is_due = False
         self._follows = self.evaluate_during_training and trainer.run.evaluates_within_epochs
@@ -135,6 +136,11 @@ class ModelEmaCallback(MetricWatcher):
         # By now, rank 0's weights have been broadcast to all ranks. A resumed run restores the average later, if its
         # state has one.
         self._average.set(trainer.get_model(keep_torch_compile=False))
+
+    def _is_watching(self, trainer: TrainerLike) -> bool:
+        """Whether a metric decides which average is the best. Those of several datasets have no common loss."""
+        data = trainer.eval_dataset
+        return data is not None and (self._must_watch or not isinstance(data, Mapping))
 
     def _create(self, trainer: TrainerLike, model_ema: Callable[..., ModelEma]) -> ModelEma:
         model = trainer.get_model(keep_torch_compile=False)
@@ -195,7 +201,9 @@ class ModelEmaCallback(MetricWatcher):
     def _handle_new(self, trainer: TrainerLike, mid_epoch: bool) -> None:
         """Evaluate the average after an evaluation of the run, and save it if it is the best."""
         self._evaluate(trainer)
-        super()._handle_new(trainer, mid_epoch)
+        if self._is_watching(trainer):
+            super()._handle_new(trainer, mid_epoch)
+        self._is_due = False
 
     def _handle_value(self, trainer: TrainerLike, metric: float) -> None:
         if self._watched.is_better(metric, self.best_metric):

@@ -33,17 +33,19 @@ class PredictionFolder:
         """Check that all processes write to the same directory. Call it on every process."""
         check_is_shared(self._path, f"directory={os.fspath(self._path)!r}", ranks)
 
-    def begin(self, length: int, weights: str, overwrite: bool, locks: ExitStack) -> tuple[int, bool]:
+    def begin(self, length: int, weights: str, overwrite: bool, in_order: bool, locks: ExitStack) -> tuple[int, str]:
         """Lock the directory, remove predictions of other weights, and count the leading samples already written.
 
         Args:
             length: the number of samples of the dataset
             weights: checksum of the weights
             overwrite: whether to remove predictions of the same weights, too
+            in_order: whether the samples are predicted in the order of the dataset; if not, those that are missing
+                cannot be told by their position, so incomplete predictions are removed, too
             locks: frees the directory when it is closed
 
         Returns:
-            the number of samples, and whether predictions of other or unknown weights were removed
+            the number of samples, and what was removed though ``overwrite`` did not ask for it; empty for nothing
         """
         locks.callback(lock_path("directory", self._path).release)
         self._path.mkdir(parents=True, exist_ok=True)
@@ -60,14 +62,18 @@ class PredictionFolder:
             for shard in shards:  # before the new checksum is written, as the shards have another
                 shard.unlink()
             write_text(path, json.dumps(description) + "\n")
-            return 0, bool(shards) and not overwrite
+            return 0, "predictions of other or unknown weights" if shards and not overwrite else ""
         written = _remove_damaged(shards)
         done = set(chain.from_iterable(written.values()))
         start = next((index for index in range(length) if index not in done), length)
+        if start < length and not in_order:
+            for shard in written:
+                shard.unlink()
+            return 0, "incomplete predictions in the order of a sampler" if written else ""
         for shard, samples in written.items():
             if max(samples) >= start:  # from a process that was ahead of the others
                 _shorten(shard, start)
-        return start, False
+        return start, ""
 
     def write(self, rank: int, indices: list[int], outputs: list[Tree], left_out: list[int]) -> None:
         """Write a shard, unless it would be empty.

@@ -7,6 +7,8 @@ import json
 import operator
 import os
 
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
 from pytorch_accel_lite.checkpoint import folder_path
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, is_overridden
@@ -31,7 +33,8 @@ class PredictionWriterCallback(TrainerCallback):
     first sample that has not been written, on any number of processes, and returns only the remaining outputs; damaged
     shards are removed, with a warning. Predictions of other weights in the directory, finished or not, are replaced,
     with a message; ``predictions.json`` has a checksum of the weights. Other data of the same length are not
-    recognised: give each dataset a directory of its own. To keep memory use low::
+    recognised: give each dataset a directory of its own. With a sampler, which has an order of its own, a prediction
+    that was killed begins again. To keep memory use low::
 
         for _ in trainer.predict_iter(dataset):
             pass
@@ -72,15 +75,16 @@ class PredictionWriterCallback(TrainerCallback):
         weights = _checksum_of_weights(trainer)
         folder = PredictionFolder(self.directory)
         folder.check_is_shared(trainer.ranks)
+        in_order = _reads_in_order(trainer)
         start, replaced = trainer.ranks.result_of_first(
-            lambda: folder.begin(length, weights, self.overwrite, trainer.run.cleanup)
+            lambda: folder.begin(length, weights, self.overwrite, in_order, trainer.run.cleanup)
         )
         self._clear()  # only now, as a prediction that writes there already may be what refuses this one
         request.first_sample = start
         if replaced:
             trainer.print(
-                f"{os.fspath(self.directory)!r} contains predictions of other or unknown weights, which are replaced: "
-                f"predicting all {length} samples."
+                f"{os.fspath(self.directory)!r} contains {replaced}, which are replaced: predicting all {length} "
+                "samples."
             )
         if start:
             trainer.print(
@@ -117,6 +121,15 @@ class PredictionWriterCallback(TrainerCallback):
             folder = PredictionFolder(self.directory)
             folder.write(trainer.ranks.rank, self._indices, self._outputs, self._left_out)
         self._clear()
+
+
+def _reads_in_order(trainer: TrainerLike) -> bool:
+    """Whether a prediction reads the samples in the order of the dataset, and not in that of a sampler."""
+    dataset, kwargs = trainer.run.data.eval_dataset, trainer.run.data.eval_arguments.loader_kwargs or {}
+    sampler, batch_sampler = kwargs.get("sampler"), kwargs.get("batch_sampler")
+    if isinstance(dataset, DataLoader):
+        sampler, batch_sampler = dataset.sampler, dataset.batch_sampler
+    return isinstance(sampler, (SequentialSampler, type(None))) and type(batch_sampler) in (BatchSampler, type(None))
 
 
 def _indices_of_batch(trainer: TrainerLike) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -152,6 +153,9 @@ class TimingCallback(TrainerCallback):
         self._is_running = False
         self._count(trainer)
         trainer.callback_handler.timer = None
+        by_rank = trainer.ranks.all_gather_object(dict(self._callbacks))
+        for name in set().union(*by_rank):
+            self._callbacks[name] = statistics.fmean(of_rank.get(name, 0.0) for of_rank in by_rank)
         self.totals |= self._callbacks
         if self.show:
             trainer.print(self)

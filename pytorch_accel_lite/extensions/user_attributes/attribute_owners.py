@@ -6,7 +6,7 @@ import time
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -138,8 +138,6 @@ def path_of(key: Key) -> str:
 _MARKS = {"_is_accelerate_prepared", "_output_capturing_hooks_installed"}
 #: What every module has, its mode, which a run sets itself, and marks, which mean nothing in another process.
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"training"} | _MARKS
-#: What every optimizer has, and a mark of torch's schedulers.
-OF_EVERY_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) | {"_opt_called"}
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial, type)
 _MOST_PARTS = 10_000  # maximum parts of an attribute for a digest
 _MOST_BYTES = 1 << 28
@@ -279,13 +277,19 @@ def shares_memory_with_weights(owner: object, value: object) -> bool:
     return any(_is_plain(weight) and weight.untyped_storage().data_ptr() == memory for weight in weights)
 
 
+@cache
+def _of_every_optimizer() -> frozenset[str]:
+    """Return what every optimizer has, and a mark of torch's schedulers."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) | {"_opt_called"}
+
+
 def _attributes(owners: Mapping[str, object]) -> Iterator[tuple[Key, object]]:
     """Yield the attributes of modules that could be kept, each object once."""
     seen: set[int] = set()
     for owner_name, owner in owners.items():
         held = dict(vars(owner))
         weights, buffers = held.get("_parameters", {}), held.get("_buffers", {})
-        of_library = OF_EVERY_OPTIMIZER if is_created(owner) else OF_EVERY_MODULE
+        of_library = _of_every_optimizer() if is_created(owner) else OF_EVERY_MODULE
         left_out = of_library.union(getattr(owner, "unsaved_attributes", ()))
         held |= {name: buffers[name] for name in held.get("_non_persistent_buffers_set", ()) if name in buffers}
         for name, value in held.items():

@@ -165,7 +165,7 @@ def check_training(optimizer: TrainerOptimizer, accelerator: Accelerator, reques
     """Check the arguments of a training run."""
     if optimizer is None:
         raise ValueError("optimizer=None: train() needs an optimizer. Pass one to the trainer.")
-    refuse_class("optimizer", optimizer)  # the constructor takes a class, too, but not an assignment
+    refuse_class("optimizer", optimizer)  # a callback may have assigned one
     if request.num_epochs is None and request.max_num_train_steps is None:
         raise ValueError("num_epochs=None and max_num_train_steps=None: train() needs one of them.")
     _check_accelerator(accelerator)

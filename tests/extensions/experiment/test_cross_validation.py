@@ -52,6 +52,32 @@ def saving(folder: Path, *callbacks: Any) -> Trainer:
     return fold_trainer(folder, SaveTrainingStateCallback(folder / "states", save_every_n_steps=1), *callbacks)
 
 
+class OneFails(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise OSError("This sample cannot be read.")
+        return DATA[index]
+
+
+@pytest.mark.extension("failed_batches")
+def test_predictions_that_lack_samples_are_not_put_together(tmp_path):
+    from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback
+
+    def skipping(folder: Path) -> Trainer:
+        phases = ("training", "evaluation", "prediction")
+        return fold_trainer(folder, SkipFailedBatchesCallback(phases=phases))
+
+    result = cross_validate(skipping, OneFails(), splitters.KFold(3), save_dir=tmp_path, **ARGUMENTS)
+    with (
+        pytest.warns(UserWarning, match="were left out"),
+        pytest.raises(ValueError, match="fold-2 has 2 predictions for 4"),
+    ):
+        _ = result.predictions
+
+
 @pytest.fixture(scope="module")
 def cross_validation(tmp_path_factory) -> CrossValidation:
     folder = tmp_path_factory.mktemp("folds")

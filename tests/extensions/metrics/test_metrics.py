@@ -29,6 +29,7 @@ from torchmetrics.classification import (
     MulticlassF1Score,
     MultilabelAUROC,
 )
+from torchmetrics.functional.classification import auroc, calibration_error
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
@@ -718,6 +719,23 @@ def test_small_logits_of_a_batch_are_not_probabilities(labels, loss_func):
     soft = TensorDataset(data.tensors[0], data.tensors[1] * 0.9)
     with pytest.raises(RuntimeError, match="values in `target`"):
         trainer.evaluate(soft, 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_small_logits_of_classes_are_not_probabilities(size):
+    """With this loss, outputs are logits, also in a batch in which all lie between 0 and 1."""
+    logits = torch.tensor(
+        [[0.1, 0.9], [0.5, 0.6], [0.4, 0.2], [3.0, -2.0], [0.0, 1.0], [0.9, 0.8], [0.2, 0.3], [2.0, 2.5]]
+    )
+    classes = torch.tensor([1, 0, 0, 0, 1, 1, 1, 0])
+    metrics = MetricsCallback(["auroc", "accuracy", "calibration_error"], num_classes=2)
+    trainer = Trainer(nn.Identity(), nn.CrossEntropyLoss(), None, callbacks=[metrics])
+    found = trainer.evaluate(TensorDataset(logits, classes), size)
+    expected = auroc(logits.softmax(1), classes, task="multiclass", num_classes=2)
+    assert found["auroc"] == pytest.approx(expected.item())
+    assert found["accuracy"] == (logits.argmax(1) == classes).float().mean().item()
+    error = calibration_error(logits.softmax(1), classes, task="multiclass", num_classes=2)
+    assert found["calibration_error"] == pytest.approx(error.item())
 
 
 def all_tasks() -> list[Any]:

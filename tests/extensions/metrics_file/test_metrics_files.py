@@ -87,6 +87,21 @@ def test_columns_may_be_added_later(tmp_path):
     assert [row.get("late") for row in json_rows(tmp_path / "m_updates.jsonl")] == [None, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_a_resumed_run_continues_a_column_of_any_name(tmp_path, suffix):
+    def measure(trainer: Any) -> None:
+        trainer.step_metrics["of the\n=class"] = trainer.progress.update
+
+    for epochs in (1, 2):
+        file = MetricsFileCallback(tmp_path / f"m.{suffix}", 1)
+        saving = SaveTrainingStateCallback(tmp_path / "states")
+        callbacks = [listener(on_optimizer_step_start=measure), file, saving]
+        train(make_trainer(callbacks, seed=0), epochs, resume_from="latest")
+    rows = (csv_rows if suffix == "csv" else json_rows)(tmp_path / f"m_updates.{suffix}")
+    assert all(len(row) == 4 for row in rows)
+    assert [float([*row.values()][-1]) for row in rows] == [0, 1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_metrics_file_of_another_program_is_refused(reverse, here):
     callbacks = [MetricsFileCallback("m.jsonl", every_n_updates=2), MetricsFileCallback(here / "m_updates.jsonl")]

@@ -566,3 +566,15 @@ def test_the_best_average_of_an_earlier_run_stays_in_its_file(tmp_path):
 def test_a_name_of_another_library_for_the_metric_is_suggested():
     with pytest.raises(TypeError, match="it is called watch_metric"):
         ModelEmaCallback(monitor="loss")
+
+
+def test_an_average_that_is_not_saved_needs_no_common_loss(tmp_path):
+    model, data = float64_model(), float64_data(8)
+    ema = ModelEmaCallback(save_path=None)
+    trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[ema])
+    trainer.train(data, 2, {"near": data, "far": data})
+    assert len(trainer.run_history.get_metric_values("ema_model_far_eval_loss_epoch")) == 2
+    assert ema.best_metric is None
+    trainer.callback_handler.add_callback(ModelEmaCallback(save_path=tmp_path / "ema.pt", prefix="saved_"))
+    with pytest.raises(ValueError, match="the run will not record it"):
+        trainer.train(data, 1, {"near": data, "far": data})

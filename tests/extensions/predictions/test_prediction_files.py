@@ -406,6 +406,23 @@ def test_indices_may_be_numbers_of_numpy_or_torch(tmp_path, order):
     assert torch.equal(read_predictions(tmp_path), predicted.flip(0))
 
 
+def test_predictions_in_the_order_of_a_sampler_begin_again(tmp_path, capsys):
+    data, order = float64_data(8), [0, 5, 3, 1, 2, 4, 6, 7]
+
+    def begin() -> Any:
+        trainer = adamw_trainer(float64_model(), callbacks=[PredictionWriterCallback(tmp_path, shard_size=1)])
+        return trainer.predict_iter(data, 1, dataloader_kwargs={"sampler": order})
+
+    interrupted = begin()
+    for _ in range(4):
+        next(interrupted)
+    interrupted.close()
+    predicted = torch.cat([*begin()])
+    assert "incomplete predictions in the order of a sampler, which are replaced" in capsys.readouterr().out
+    assert torch.equal(read_predictions(tmp_path)[order], predicted)
+    assert [*begin()] == []
+
+
 def test_samples_of_several_rows_may_have_one_output(tmp_path):
     class MeanOfCrops(nn.Module):
         def __init__(self):

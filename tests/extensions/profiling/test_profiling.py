@@ -13,6 +13,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import ProfilerCallback, StepBasedEvaluationCallback, TimingCallback
+from tests.ranks import rank
 from tests.small_models import Rows, float64_data, float64_model, listener, make_trainer, train
 
 NAP = 1 / 32  # of which sums are exact
@@ -125,6 +126,22 @@ def test_times_of_callbacks_of_one_class_are_added_up():
     timing = TimingCallback(show=False)
     train(make_trainer([Sleepy(), timing, Sleepy()]))
     assert timing.totals["Sleepy"] >= 2 * 3 * NAP
+
+
+class SleepyOnOne(TrainerCallback):
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        time.sleep(0.05 if rank() else 0.0)
+
+
+def times_of_callbacks() -> float:
+    timing = TimingCallback(show=False)
+    train(make_trainer([SleepyOnOne(), timing]))
+    return timing.totals["SleepyOnOne"]
+
+
+def test_times_of_callbacks_are_means_over_the_processes(two_ranks):
+    first, second = two_ranks.run(times_of_callbacks)
+    assert first == second > 0
 
 
 def test_a_run_that_is_interrupted_has_its_table_too(capsys):
