@@ -96,6 +96,7 @@ def saved_elsewhere(trainer: TrainerLike, beside: SavedBeside) -> Callable[[obje
         getattr(optimizer, "optimizer", None), trainer.scheduler, trainer.train_dataset, trainer.eval_dataset,
         *trainer.callback_handler, *roots,
     ]  # fmt: skip
+    objects += [getattr(trainer.train_dataloader, name, None) for name in ("sampler", "batch_sampler")]
     for module in modules:
         objects += [*module.modules(), *module.parameters(), *module.buffers()]
     ids = {id(thing): thing for thing in objects if thing is not None}

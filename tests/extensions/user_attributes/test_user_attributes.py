@@ -8,6 +8,7 @@ import random
 import threading
 import zipfile
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
@@ -628,3 +629,30 @@ def test_hidden_states_with_a_graph_are_kept(tmp_path):
 
     whole = trained("whole")
     assert same_bits(trained("again", tmp_path / "whole" / "update-000000005"), whole)
+
+
+class CountingSampler(Sampler[int]):
+    """Draws other orders in each epoch, by a count of its own."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epochs += 1
+        return iter(torch.randperm(24, generator=torch.Generator().manual_seed(self.epochs)).tolist())
+
+    def __len__(self) -> int:
+        return 24
+
+
+@pytest.mark.parametrize("update", [2, 4, 7])
+def test_a_sampler_that_a_trainer_holds_is_restored_once(tmp_path, update):
+    def trained(folder: str, resume_from: Path | None = None) -> Any:
+        sampler = CountingSampler()
+        saving = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1)
+        trainer = Holder([saving], sampler=sampler)
+        trainer.train(DataLoader(DATA, 6, sampler=sampler), 2, resume_from=resume_from)
+        return trainer.model.state_dict(), sampler.epochs
+
+    whole = trained("whole")
+    assert same_bits(trained("again", tmp_path / "whole" / f"update-{update:09d}"), whole)
