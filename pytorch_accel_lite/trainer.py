@@ -397,7 +397,8 @@ class Trainer:
         eval_arguments = DataArguments(eval_dataset, size, eval_dataloader_kwargs, collate_fn)
         arguments_and_datasets.check_dataset(self, "train_dataset", train_arguments, eval_dataset)
         arguments_and_datasets.check_resume_from(resume_from)
-        self.optimizer = optimizer_factories.combine_or_defer(self.optimizer)  # it may have been assigned
+        if not is_created(self.optimizer):  # several, or a factory, may have been assigned
+            self.optimizer = optimizer_factories.combine_or_defer(self.optimizer)
         arguments_and_datasets.check_training(self.optimizer, self.accelerator, request)
         has_schedule = create_scheduler_fn is not None or warmup_steps
         schedule = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval) if has_schedule else None

@@ -9,7 +9,7 @@ the loop calls do nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeAlias
 
 from pytorch_accel_lite.base.slots import Slot
@@ -40,9 +40,15 @@ SCHEDULE_RECREATION: Slot[Recreate] = Slot("elastic_schedules")
 
 
 def note_changes(trainer: TrainerLike, run: Run) -> None:
-    """Note at the end of a run what it leaves, for ``undo_changes()``."""
-    run.user_attributes.note_left(trainer)
-    note_left_trainability(trainer, run)
+    """Note at the end of a run what it leaves, for ``undo_changes()``.
+
+    Attributes may be sharded, so that a process that has failed alone cannot read them. Nothing here, such as a device
+    that has failed, may hide the error that ends the run.
+    """
+    if run.ranks.world_size == 1 or not run.end.has_failed:
+        with suppress(Exception):
+            run.user_attributes.note_left(trainer)
+            note_left_trainability(trainer, run)
 
 
 def undo_changes(trainer: TrainerLike, before: Run) -> None:

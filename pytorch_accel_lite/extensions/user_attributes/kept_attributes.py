@@ -145,7 +145,7 @@ class KeptAttributes(UserAttributes):
         self._changed: set[Key] = set()  # known to have changed
         self._warned_of: set[str] = set()  # paths of values that states cannot keep, or that are large
         self._in_modules = ModuleAttributes()
-        self._left: dict[Key, str | None] = {}  # digests of the attributes that the run has left
+        self._left: dict[Key, str | None] | None = None  # digests of the attributes at the end of the run
 
     def note_created(self, trainer: TrainerLike) -> None:
         """Note the attributes created by the program, before a run changes them."""
@@ -164,6 +164,8 @@ class KeptAttributes(UserAttributes):
 
     def undo(self, trainer: TrainerLike) -> None:
         """Reset settings to their created values, and remove attributes that the run has created, if all is as left."""
+        if self._left is None:
+            return
         now = {key: found for key, _, found in _moderate_attributes(trainer)}
         owners = owners_of_attributes(trainer)
         for key in self._settings.keys() | self._left.keys():
