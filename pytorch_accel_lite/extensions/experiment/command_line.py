@@ -268,9 +268,15 @@ def _evaluate(experiment: Experiment, options: argparse.Namespace) -> None:
 
 def _predict(experiment: Experiment, options: argparse.Namespace) -> None:
     trainer, weights, name = _load(experiment, options, "test")
+    dataset = experiment.dataset(name)
+    if is_named(dataset):
+        raise ExperimentError(
+            f"data.{name} has several datasets: {', '.join(map(repr, dataset))}. predict takes one: name what returns "
+            "it in data.test, and pass --on test."
+        )
     directory = experiment.output_dir / "predictions" / name
     writer = predictions_of(trainer, weights, directory, _described(experiment))
-    if not write_predictions(trainer, experiment.dataset(name), writer, **experiment.eval_arguments):
+    if not write_predictions(trainer, dataset, writer, **experiment.eval_arguments):
         trainer.print(f"All samples have been predicted before. Delete {directory} to predict them again.")
     trainer.print(f"The predictions are in {directory}: read_predictions({os.fspath(directory)!r}) returns them")
 

@@ -55,6 +55,10 @@ def load_data(size: int = 24, noise: float = 0.1):
     return TensorDataset(x, x.sum(1, keepdim=True) + noise * torch.randn(size, 1))
 
 
+def load_two():
+    return {"near": load_data(8), "far": load_data(5)}
+
+
 def create_optimizer(model, lr: float = 0.1):
     return torch.optim.SGD([{"params": list(model.parameters())}], lr=lr)
 

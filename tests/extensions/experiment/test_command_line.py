@@ -106,6 +106,14 @@ def test_predictions_follow_the_data_of_the_file(file, capsys):
         assert len(read_predictions("runs/small/predictions/eval")) == size
 
 
+def test_predictions_of_several_datasets_are_refused(file, capsys):
+    read(file).train().save_model("weights.safetensors")
+    options = ["--data.eval=tests.extensions.experiment.parts.load_two", "--weights=weights.safetensors"]
+    code, out, err = run("predict", file, *options, capsys=capsys)
+    assert code != 0
+    assert "data.eval has several datasets: 'near', 'far'. predict takes one" in " ".join((out + err).split())
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "option",
