@@ -154,12 +154,8 @@ def load_training_state(trainer: TrainerLike, input_dir: StrPath) -> StateDict:
         restore_before_start(trainer, state, with_scheduler=not trainer.current_run.schedule.is_recreated)
     else:
         training_run = trainer.current_run.training_run
-        if (
-            resumed is None
-            and training_run.loop.uses_builtin_loop
-            and training_run.progress.epoch
-            and trainer.is_running
-        ):
+        has_begun = training_run.loop.uses_builtin_loop and training_run.progress.epoch > 0
+        if trainer.is_running and has_begun and resumed is None:
             raise RuntimeError(
                 f"load_training_state({os.fspath(input_dir)!r}) cannot be called within a run, which would not go back "
                 "to it. End the run, and call train(resume_from=directory). For the weights alone, call "

@@ -117,7 +117,10 @@ def check_metrics(trainer: TrainerLike, run: Run) -> None:
 
 
 def note_attributes(trainer: TrainerLike, run: Run, is_resumed: bool) -> None:
-    """Note which attributes of users the program has created by now, for the training states of the run."""
+    """Note which attributes of users the program has created by now, for the training states of the run.
+
+    If the run resumes on a trainer that has trained, what the trainer's last run has changed is undone before.
+    """
     saves_states = run.request.saves_training_states or is_resumed
     if is_resumed and run.previous is not None:
         undo_changes(trainer, run.previous.training_run)
@@ -148,7 +151,7 @@ def _set_seeds(trainer: TrainerLike, run: Run) -> None:
     """Seed the generators, and find the seed of the data order, which a resumed run takes from its state."""
     run.data.seed = trainer.seed
     if trainer.seed is not None:
-        if any(other.is_running for other in open_trainers() if other is not trainer):  # which goes on afterwards
+        if any(other.is_running for other in open_trainers() if other is not trainer):  # its run continues after this
             run.cleanup.callback(restore_generators, capture_generators())
         seed_run(trainer.seed, alike=trainer.division.has_fixed_shares)
     state = run.resumed

@@ -269,10 +269,8 @@ class Run:
     loop: LoopState = field(default_factory=LoopState)  # what only the loop needs to know
     # What keeps users' attributes in training states.
     user_attributes: UserAttributes = field(default_factory=lambda: (USER_ATTRIBUTES.content or UserAttributes)())
-    trainability: dict[str, dict[str, bool]] = field(default_factory=dict)  # of parameters, after the starting events
-    left_trainability: dict[str, dict[str, bool]] = field(default_factory=dict)  # the same, at the end
-    group_counts: dict[str, int] = field(default_factory=dict)  # of optimizers, after the starting events
-    left_group_counts: dict[str, int] = field(default_factory=dict)  # the same, at the end
+    trainability: dict[str, dict[str, int]] = field(default_factory=dict)  # of parameters, after the starting events
+    left_trainability: dict[str, dict[str, int]] = field(default_factory=dict)  # the same, at the end
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of parameters, by ids
     inference_step: InferenceStep | None = None  # how batches without training are computed, if they may fail
     sharding: Sharding | None = None  # what a training run does differently, as its model is or will be sharded

@@ -25,7 +25,7 @@ from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.trained_objects import all_optimizers, other_modules
 
 
-def trainability(trainer: TrainerLike) -> dict[str, dict[str, bool]]:
+def trainability(trainer: TrainerLike) -> dict[str, dict[str, int]]:
     """Return by name whether each parameter is trained, and whether each module is kept in evaluation mode."""
     return {
         "trained": {name: parameter.requires_grad for name, parameter in _parameters(trainer)},
@@ -35,31 +35,33 @@ def trainability(trainer: TrainerLike) -> dict[str, dict[str, bool]]:
 
 def note_trainability(trainer: TrainerLike) -> None:
     """Note which parameters are trained after the starting events, which a resumed run repeats."""
-    run = trainer.current_run
-    run.trainability, run.group_counts = trainability(trainer), _group_counts(trainer)
+    trainer.current_run.trainability = _with_groups(trainer)
 
 
 def note_left_trainability(trainer: TrainerLike, run: Run) -> None:
     """Note at the end of a run which parameters are trained."""
-    run.left_trainability, run.left_group_counts = trainability(trainer), _group_counts(trainer)
+    run.left_trainability = _with_groups(trainer)
 
 
 def undo_trainability(trainer: TrainerLike, before: Run) -> None:
     """Let parameters be trained as before a run of this trainer, unless that has been changed since its end."""
-    created, left = before.trainability.get("trained", {}), before.left_trainability.get("trained", {})
+    created, left = before.trainability, before.left_trainability
+    if not created or not left:
+        return
     for name, parameter in _parameters(trainer):
-        if name in created and parameter.requires_grad == left.get(name):
-            parameter.requires_grad_(created[name])
+        if name in created["trained"] and parameter.requires_grad == left["trained"].get(name):
+            parameter.requires_grad_(bool(created["trained"][name]))
     for name, part in _parts(trainer).items():
-        count, left_count = before.group_counts.get(name), before.left_group_counts.get(name)
-        if count is not None and len(part.param_groups) == left_count:
+        count = created["groups"].get(name)
+        if count is not None and len(part.param_groups) == left["groups"].get(name):
             for parameter in (parameter for group in part.param_groups[count:] for parameter in group["params"]):
                 part.state.pop(parameter, None)
             del part.param_groups[count:]
 
 
-def _group_counts(trainer: TrainerLike) -> dict[str, int]:
-    return {name: len(part.param_groups) for name, part in _parts(trainer).items()}
+def _with_groups(trainer: TrainerLike) -> dict[str, dict[str, int]]:
+    """Return ``trainability()``, and the number of groups of each part of the optimizers."""
+    return trainability(trainer) | {"groups": {name: len(part.param_groups) for name, part in _parts(trainer).items()}}
 
 
 def _parts(trainer: TrainerLike) -> dict[str, Optimizer]:
@@ -133,7 +135,7 @@ def restore_trainability(trainer: TrainerLike, saved: StateDict) -> None:
     target = {kind: {**values, **started.get(kind, {}), **changed.get(kind, {})} for kind, values in before.items()}
     for name, parameter in _parameters(trainer):
         if parameter.requires_grad != target["trained"][name]:
-            parameter.requires_grad_(target["trained"][name])
+            parameter.requires_grad_(bool(target["trained"][name]))
             parameter.grad = None
     for name, module in _modules(trainer):
         is_kept = target["stays_in_eval"].get(name, False)
@@ -164,7 +166,7 @@ def restore_gradients(trainer: TrainerLike, saved: StateDict, frozen: Collection
             parameter.grad = gradient.to(parameter.device, parameter.dtype, copy=True)
 
 
-def _say_what_differs(trainer: TrainerLike, saved: StateDict, now: Mapping[str, bool]) -> None:
+def _say_what_differs(trainer: TrainerLike, saved: StateDict, now: Mapping[str, int]) -> None:
     frozen = {*saved["frozen"]} & now.keys()
     thawed = listed(sorted(name for name in frozen if now[name]), 10)
     others = listed(sorted(name for name, is_trained in now.items() if not is_trained and name not in frozen), 10)

@@ -115,18 +115,15 @@ class _Places:
 
     Args:
         aliases: the result of ``_aliases()`` for the saved run
-
-    Attributes:
-        shared: likewise
     """
 
     def __init__(self, aliases: Mapping[str, str]) -> None:
-        self.shared = aliases
+        self._aliases = aliases
         self._taken: dict[int, str] = {}
 
     def take(self, path: str, current: Current) -> Current:
         """Return the current object of an attribute, unless that of another one is restored in it."""
-        first, identity = self.shared.get(path, path), identity_of(current)
+        first, identity = self._aliases.get(path, path), identity_of(current)
         is_taken = identity is not None and self._taken.setdefault(identity, first) != first
         return NoPlaceError if is_taken else current
 
@@ -333,7 +330,8 @@ class KeptAttributes(UserAttributes):
         """Restore the attributes of the trainer and of callbacks, and return the paths of those without a place."""
         lost = []
         owners, beside = owners_of_attributes(trainer), find_saved_beside(trainer)
-        shares, places = sharing_memory(trainer, beside), _Places(saved.get("aliases", {}))
+        aliases: Mapping[str, str] = saved.get("aliases", {})
+        shares, places = sharing_memory(trainer, beside), _Places(aliases)
         for key, value in attributes_of_users(trainer, beside.trained):
             if key[1] not in states_by_owner.get(key[0], {}):
                 places.take(path_of(key), value)  # it stays as it is
@@ -347,7 +345,7 @@ class KeptAttributes(UserAttributes):
                     continue  # the run that saved the state kept it
                 path = path_of((owner, name))
                 current = places.take(path, held.get(name, NoPlaceError))
-                first = places.shared.get(path, "")
+                first = aliases.get(path, "")
                 is_missing = identity_of(held.get(name)) is None
                 if is_missing and first in restored and not isinstance(restored[first], torch.Tensor):
                     held[name] = restored[first]  # the saved run had created one object for both

@@ -399,7 +399,12 @@ class Decoder:
 
     def _flag(self, current: Current, name: str, value: int) -> object:
         cls = type(current) if _name_of(type(current)) == name else _find_class(name)
-        return cls(value)
+        if not issubclass(cls, enum.Flag):
+            raise NoPlaceError
+        try:
+            return cls(value)
+        except ValueError:  # the program no longer has one of its members
+            raise NoPlaceError from None
 
     def _path(self, current: Current, text: str) -> PurePath:
         return current if isinstance(current, PurePath) and str(current) == text else Path(text)
